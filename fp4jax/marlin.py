@@ -1,0 +1,357 @@
+"""The repacked weight: what kernels read, as an immutable pytree node.
+
+A repack happens once, at init or load. Its result is a leaf-bearing node of the parameter tree,
+an argument of every compiled function, and nothing else: there is no table to look it up in, so
+one engine can never be given another's buffer.
+
+Layout ``k64.v1`` (one matrix; stacks add leading axes)::
+
+    words  u16 [R, ceil(K/64)*16]   word (n, 16 t + c), nibble j  <->  k = 64 t + 16 j + c
+    scales u8  [R, ceil(K/256)*16]  scale (n, g) in natural order, re-biased to S0E5M3
+    R = N rounded up to 8
+
+Nibble plane j of 16 neighbouring words is then a full ``[rows, 16]`` operand with one scale a
+row, and x keeps its natural order. K is padded only to 64, so that tensor-parallel shards and
+odd expert widths (1856 = 29·64) cost nothing; scale rows are padded to 16 bytes, the pitch that
+TMA needs.
+
+S0E5M3: e4m3 spans 2^-9 (subnormal) to 448, 18 exponents, so 5 exponent bits and 3 mantissa bits
+without a sign hold every finite non-negative value exactly: byte ``8 e + m`` is
+``(1 + m/8) * 2^(e-9)``, and widening it to bf16 or f32 is one shift and one add. There is no
+zero; a zero block has :data:`ZERO_SCALE` and zero magnitudes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, UInt8, UInt16, UInt32
+
+from fp4jax.errors import FormatError
+from fp4jax.nvfp4 import (
+    BLOCK_SIZE,
+    NVFP4Weight,
+    canonicalize,
+    decode_e2m1,
+    pack_codes,
+    unpack_codes,
+)
+
+LAYOUT = "k64.v1"
+ROW_MULTIPLE = 8
+K_MULTIPLE = 64
+SCALE_MULTIPLE = 16
+
+ZERO_SCALE = 0x90
+"""Scale byte of a zero block: finite (2^9), outside e4m3's range, and only ever over zero codes."""
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MarlinWeight:
+    """An NVFP4 matrix, or several fused along N, in the kernels' layout. Immutable.
+
+    Attributes:
+      words: u16 ``[..., R, W]``, four codes a word (see the module docstring).
+      scales: u8 ``[..., R, G]``, S0E5M3 block scales.
+      global_scale: f32 ``[..., S]``, one an output shard, as the checkpoint stored it.
+      fingerprint: u32 ``[..., 4]``, checksum of the canonical content.
+      shards: output features of each fused shard; N is their sum.
+      k: input features.
+      global_is_divisor: divide by the global scale (compressed-tensors) or multiply (ModelOpt).
+      layout: name and version of the word layout.
+    """
+
+    words: UInt16[Array, "*stack rows words"]
+    scales: UInt8[Array, "*stack rows groups"]
+    global_scale: Float32[Array, "*stack shards"]
+    fingerprint: UInt32[Array, "*stack 4"]
+    shards: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    k: int = dataclasses.field(metadata={"static": True})
+    global_is_divisor: bool = dataclasses.field(default=False, metadata={"static": True})
+    layout: str = dataclasses.field(default=LAYOUT, metadata={"static": True})
+
+    @property
+    def n(self) -> int:
+        """Output features, padding excluded."""
+        return sum(self.shards)
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """Leading axes (experts), ``()`` for one matrix."""
+        return self.words.shape[:-2]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape ``[..., N, K]``."""
+        return (*self.stack, self.n, self.k)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, padding included."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+
+def _fmix(h: UInt32[Array, "*s"]) -> UInt32[Array, "*s"]:
+    # Murmur3's 32-bit finalizer: full avalanche, so position and value mix.
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def checksum(x: Array) -> UInt32[Array, "4"]:
+    """128-bit content checksum of one array's bits, shape and dtype; order matters.
+
+    A sum of position-salted mixes, so it is one parallel reduction on any backend and exact
+    (integer) on all of them.
+    """
+    salt = hash_text(f"{x.dtype.name}{x.shape}")
+    if x.dtype.itemsize == 1:
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint8)
+        if bits.shape[-1:] and bits.shape[-1] % 4 == 0:
+            bits = jax.lax.bitcast_convert_type(bits.reshape(-1, 4), jnp.uint32)
+    else:
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
+    bits = bits.reshape(-1).astype(jnp.uint32)
+    index = jax.lax.iota(jnp.uint32, bits.size)
+
+    def lane(seed: int) -> UInt32[Array, ""]:
+        key = jnp.uint32((salt + seed * 0x9E3779B9) & 0xFFFFFFFF)
+        return jnp.sum(_fmix(bits ^ _fmix(index ^ key)), dtype=jnp.uint32)
+
+    return jnp.stack([lane(seed) for seed in range(1, 5)])
+
+
+def hash_text(text: str) -> int:
+    """FNV-1a, 32 bits: a stable salt (Python's own ``hash`` differs between processes)."""
+    value = 0x811C9DC5
+    for byte in text.encode():
+        value = ((value ^ byte) * 0x01000193) & 0xFFFFFFFF
+    return value
+
+
+def combine_checksums(parts: Sequence[UInt32[Array, "4"]]) -> UInt32[Array, "4"]:
+    """One checksum of several, in order."""
+    total = jnp.zeros(4, jnp.uint32)
+    for part in parts:
+        total = _fmix(total * jnp.uint32(0x01000193) ^ part)
+    return total
+
+
+def encode_scale(scale: Array) -> UInt8[Array, "*shape"]:
+    """f8e4m3fn (finite, not negative) to S0E5M3 bytes; 0 becomes :data:`ZERO_SCALE`."""
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint8)
+    mantissa = bits & jnp.uint8(7)
+    # A subnormal m·2^-9 (m = 1..7) has its leading one at bit floor(log2 m).
+    subnormal = jnp.asarray([ZERO_SCALE, 0, 8, 12, 16, 18, 20, 22], jnp.uint8)[mantissa]
+    return jnp.where(bits < 8, subnormal, bits + jnp.uint8(16))
+
+
+def decode_scale(scales: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """S0E5M3 bytes to f32. :data:`ZERO_SCALE` reads as 512; its codes are zero."""
+    bits = (scales.astype(jnp.uint32) << 20) + jnp.uint32((127 - 9) << 23)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _scale_to_e4m3(scales: UInt8[Array, "*shape"]) -> Array:
+    value = jnp.where(scales == ZERO_SCALE, 0.0, decode_scale(scales))
+    return value.astype(jnp.float8_e4m3fn)
+
+
+def pad_rows_and_k(
+    codes: UInt8[Array, "n k"], scale_bytes: UInt8[Array, "n groups"]
+) -> tuple[UInt8[Array, "rows k_pad"], UInt8[Array, "rows g_pad"]]:
+    """Pads codes with 0 and scales with :data:`ZERO_SCALE` to the layout's multiples."""
+    n, k = codes.shape
+    rows = _round_up(n, ROW_MULTIPLE) - n
+    codes = jnp.pad(codes, ((0, rows), (0, _round_up(k, K_MULTIPLE) - k)))
+    groups = scale_bytes.shape[1]
+    pad = ((0, rows), (0, _round_up(groups, SCALE_MULTIPLE) - groups))
+    return codes, jnp.pad(scale_bytes, pad, constant_values=ZERO_SCALE)
+
+
+def _interleave(codes: UInt8[Array, "rows k_pad"]) -> UInt16[Array, "rows words"]:
+    rows, k = codes.shape
+    planes = codes.reshape(rows, k // 64, 4, 16).astype(jnp.uint16)
+    word = planes[:, :, 0] | planes[:, :, 1] << 4 | planes[:, :, 2] << 8 | planes[:, :, 3] << 12
+    return word.reshape(rows, k // 4)
+
+
+def word_codes(words: UInt16[Array, "*lead words"]) -> UInt8[Array, "*lead k_pad"]:
+    """Codes in natural k order from layout words (padding included)."""
+    lead, w = words.shape[:-1], words.shape[-1]
+    tiles = words.reshape(*lead, w // 16, 1, 16)
+    shifts = jnp.asarray([0, 4, 8, 12], jnp.uint16)[:, None]
+    planes = (tiles >> shifts) & jnp.uint16(0xF)
+    return planes.reshape(*lead, w * 4).astype(jnp.uint8)
+
+
+def _repack_matrix(weights: Sequence[NVFP4Weight]) -> MarlinWeight:
+    clean = [canonicalize(w) for w in weights]
+    codes = jnp.concatenate([unpack_codes(w.packed) for w in clean])
+    scales = jnp.concatenate([encode_scale(w.scale) for w in clean])
+    codes, scales = pad_rows_and_k(codes, scales)
+    fingerprint = combine_checksums(
+        [checksum(leaf) for w in clean for leaf in (w.packed, w.scale, w.global_scale)]
+    )
+    return MarlinWeight(
+        words=_interleave(codes),
+        scales=scales,
+        global_scale=jnp.stack([w.global_scale for w in clean]),
+        fingerprint=fingerprint,
+        shards=tuple(w.n for w in clean),
+        k=clean[0].k,
+        global_is_divisor=clean[0].global_is_divisor,
+    )
+
+
+@jax.jit
+def _repack(weights: tuple[NVFP4Weight, ...]) -> MarlinWeight:
+    fn = _repack_matrix
+    for _ in weights[0].packed.shape[:-2]:
+        fn = jax.vmap(fn)
+    return fn(weights)
+
+
+def repack(weight: NVFP4Weight | Sequence[NVFP4Weight]) -> MarlinWeight:
+    """Repacks one weight, or fuses several along N (gate+up, q+k+v), for the kernels. Jitted.
+
+    Args:
+      weight: ``[..., N, K]``; leading axes (experts) become stacked axes of the result. Shards
+        must share K, the stack and the meaning of the global scale; they keep their own value.
+
+    Returns:
+      A new :class:`MarlinWeight`; nothing is remembered anywhere else.
+
+    Raises:
+      FormatError: shapes are not NVFP4's, or shards do not fit together.
+    """
+    weights = (weight,) if isinstance(weight, NVFP4Weight) else tuple(weight)
+    if not weights:
+        raise FormatError("repack needs at least one weight")
+    first = weights[0]
+    for w in weights:
+        if w.k % BLOCK_SIZE:
+            raise FormatError(f"K = {w.k} is not a multiple of the block size {BLOCK_SIZE}")
+        if w.scale.shape != (*w.packed.shape[:-1], w.k // BLOCK_SIZE):
+            raise FormatError(f"block scales {w.scale.shape} do not fit codes {w.packed.shape}")
+        if w.global_scale.shape != w.packed.shape[:-2]:
+            raise FormatError(f"global scale {w.global_scale.shape} does not fit {w.packed.shape}")
+        if (w.k, w.packed.shape[:-2]) != (first.k, first.packed.shape[:-2]):
+            raise FormatError(f"fused shards disagree: {w.shape} beside {first.shape}")
+        if w.global_is_divisor != first.global_is_divisor:
+            raise FormatError("fused shards mix a multiplier and a divisor global scale")
+    return _repack(weights)
+
+
+@jax.jit
+def _unpack(weight: MarlinWeight) -> tuple[NVFP4Weight, ...]:
+    n, k = weight.n, weight.k
+    packed = pack_codes(word_codes(weight.words)[..., :n, :k])
+    scale = _scale_to_e4m3(weight.scales[..., :n, : k // BLOCK_SIZE])
+    ends = [sum(weight.shards[: i + 1]) for i in range(len(weight.shards))]
+    return tuple(
+        NVFP4Weight(
+            packed=packed[..., end - size : end, :],
+            scale=scale[..., end - size : end, :],
+            global_scale=weight.global_scale[..., i],
+            global_is_divisor=weight.global_is_divisor,
+        )
+        for i, (size, end) in enumerate(zip(weight.shards, ends, strict=True))
+    )
+
+
+def unpack(weight: MarlinWeight) -> NVFP4Weight | tuple[NVFP4Weight, ...]:
+    """Inverse of :func:`repack`, bit for bit: one weight, or a tuple where shards were fused."""
+    shards = _unpack(weight)
+    return shards[0] if len(shards) == 1 else shards
+
+
+def per_row_global_scale(weight: MarlinWeight) -> Float32[Array, "*stack n"]:
+    """The stored global scale of each output row."""
+    parts = [
+        jnp.broadcast_to(weight.global_scale[..., i : i + 1], (*weight.stack, size))
+        for i, size in enumerate(weight.shards)
+    ]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def apply_global_scale(
+    weight: MarlinWeight, accumulated: Float32[Array, "*lead n"]
+) -> Float32[Array, "*lead n"]:
+    """f32 accumulators over exact code·scale products, brought to the weight's true scale.
+
+    ``weight`` is one matrix (no stack); the last axis of ``accumulated`` is N.
+    """
+    scale = weight.global_scale[0] if len(weight.shards) == 1 else per_row_global_scale(weight)
+    return accumulated / scale if weight.global_is_divisor else accumulated * scale
+
+
+def decode(weight: MarlinWeight, dtype=jnp.float32) -> Float[Array, "*stack n k"]:
+    """Code times block scale, without the global scale: exact in f32, bf16 and f16."""
+    n, k = weight.n, weight.k
+    values = decode_e2m1(word_codes(weight.words)[..., :n, :k])
+    scale = decode_scale(weight.scales[..., :n, : k // BLOCK_SIZE])
+    return (values * jnp.repeat(scale, BLOCK_SIZE, axis=-1)).astype(dtype)
+
+
+def dequantize(weight: MarlinWeight, dtype=jnp.float32) -> Float[Array, "*stack n k"]:
+    """The matrix in ``dtype``; rounds once more than :func:`fp4jax.nvfp4.dequantize` at most."""
+    scale = per_row_global_scale(weight)[..., None]
+    exact = decode(weight)
+    return (exact / scale if weight.global_is_divisor else exact * scale).astype(dtype)
+
+
+def take_rows(
+    weight: MarlinWeight, rows: Int[Array, "*batch"], dtype=jnp.float32
+) -> Float[Array, "*batch k"]:
+    """Rows of the dequantized matrix: the embedding lookup of a quantized table.
+
+    Rows out of range are clamped, as ``jnp.take(mode="clip")`` does.
+    """
+    rows = jnp.clip(rows, 0, weight.n - 1)
+    picked = dataclasses.replace(
+        weight, words=weight.words[rows], scales=weight.scales[rows], shards=(1,)
+    )
+    values = decode_e2m1(word_codes(picked.words)[..., : weight.k])
+    scale = decode_scale(picked.scales[..., : weight.k // BLOCK_SIZE])
+    exact = values * jnp.repeat(scale, BLOCK_SIZE, axis=-1)
+    global_scale = per_row_global_scale(weight)[rows][..., None]
+    return (exact / global_scale if weight.global_is_divisor else exact * global_scale).astype(dtype)
+
+
+def random_weight(
+    key: Array, shards: Sequence[int], k: int, stack: Sequence[int] = ()
+) -> MarlinWeight:
+    """A random repacked weight with entries of standard deviation about ``k ** -0.5``.
+
+    Codes are uniform (root mean square 2.97), block scales lie between 0.5 and 1.875 (mean
+    1.19), and the global scale makes up the rest. Made directly on the device, for init.
+    """
+    return _random_weight(key, tuple(shards), k, tuple(stack))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _random_weight(
+    key: Array, shards: tuple[int, ...], k: int, stack: tuple[int, ...]
+) -> MarlinWeight:
+    weights = []
+    for shard, shard_key in zip(shards, jax.random.split(key, len(shards)), strict=True):
+        code_key, scale_key = jax.random.split(shard_key)
+        packed = jax.random.bits(code_key, (*stack, shard, k // 2), jnp.uint8)
+        bits = jax.random.bits(scale_key, (*stack, shard, k // BLOCK_SIZE), jnp.uint8)
+        scale = jax.lax.bitcast_convert_type(
+            jnp.uint8(0x30) + (bits & jnp.uint8(15)), jnp.float8_e4m3fn
+        )
+        global_scale = jnp.full(stack, 1 / (3.6 * math.sqrt(k)), jnp.float32)
+        weights.append(NVFP4Weight(packed, scale, global_scale))
+    return _repack(tuple(weights))

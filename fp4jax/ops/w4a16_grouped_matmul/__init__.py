@@ -1,0 +1,1 @@
+"""ops/w4a16_grouped_matmul."""
