@@ -45,9 +45,7 @@ class ToyModule(nn.Module):
             "embedding", nn.initializers.normal(1.0), (self.vocab_size, self.hidden)
         )
         self.mix = self.param("mix", nn.initializers.normal(0.4), (3, self.hidden, self.hidden))
-        self.head = self.param(
-            "head", nn.initializers.normal(0.5), (self.hidden, self.vocab_size)
-        )
+        self.head = self.param("head", nn.initializers.normal(0.5), (self.hidden, self.vocab_size))
 
     def init_cache(self, batch, capacity, dtype):
         empty = jnp.zeros((batch, capacity, self.hidden), dtype)
