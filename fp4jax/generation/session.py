@@ -24,7 +24,7 @@ Progress = Callable[[str, int, int], None]
 """Called with a stage ("compile" or "prefill"), what is done, and the total."""
 
 PREFILL_CHUNK = 512
-COMPILED_STAGES = 3  # prefill, first token, decode
+COMPILED_STAGES = 3  # prefill, first token, decode: those worth showing
 
 
 class TraceProbe:
@@ -54,7 +54,8 @@ class TraceProbe:
         return 1
 
 
-def _init_cache(module: Any, batch: int, capacity: int, dtype: Any) -> Any:
+def _init_cache(module, *, batch: int, capacity: int, dtype, probe: TraceProbe):
+    probe.note()
     return module.init_cache(batch, capacity, dtype)
 
 
@@ -80,8 +81,9 @@ def _decode(
     return loop.run_loop(module, params, state, sampling, limits, limit, stopped, features=features)
 
 
-def _window(output: Output, begin, *, count: int) -> Output:
+def _window(output: Output, begin, *, count: int, probe: TraceProbe) -> Output:
     """A copy of ``count`` entries, so that the state itself can be donated to the next step."""
+    probe.note()
 
     def cut(buffer):
         return lax.dynamic_slice_in_dim(buffer, begin, count, axis=1)
@@ -97,14 +99,16 @@ def _window(output: Output, begin, *, count: int) -> Output:
     )
 
 
-_jit_init_cache = jax.jit(_init_cache, static_argnames=("module", "batch", "capacity", "dtype"))
+_jit_init_cache = jax.jit(
+    _init_cache, static_argnames=("module", "batch", "capacity", "dtype", "probe")
+)
 _jit_prefill = jax.jit(_prefill, static_argnames=("module", "probe"), donate_argnames="cache")
 _jit_start = jax.jit(_start, static_argnames=("module", "features", "size", "probe"))
 _jit_decode = jax.jit(
     _decode, static_argnames=("module", "features", "probe"), donate_argnames="state"
 )
 _jit_latest = jax.jit(loop.latest)
-_jit_window = jax.jit(_window, static_argnames=("count",))
+_jit_window = jax.jit(_window, static_argnames=("count", "probe"))
 
 
 class Session:
@@ -158,9 +162,11 @@ class Session:
         model, rows = self._model, [request.sampling for request in self._requests]
         self._sampling = SamplingArrays.of(rows, self._features)
         self._limits = _limits(self._requests)
-        hidden, cache = self._feed(
-            _jit_init_cache(model.module, len(rows), self._capacity, jnp.dtype(model.dtype))
-        )
+        cache = self._call(
+            _jit_init_cache, model.module, shown=False,
+            batch=len(rows), capacity=self._capacity, dtype=jnp.dtype(model.dtype),
+        )  # fmt: skip
+        hidden, cache = self._feed(cache)
         # Only a repetition penalty reads the prompt; without it, its length is no shape here.
         prompt = self._tokens if self._features.repetition else self._tokens[:, :0]
         state = self._call(
@@ -192,7 +198,10 @@ class Session:
     def window(self, begin: int, count: int) -> Output:
         """Entries ``begin`` to ``begin + count``, still on the device, apart from the state."""
         assert self._state is not None, "prefill comes first"
-        return _jit_window(self._state.output, np.int32(begin), count=count)
+        output: Output = self._call(
+            _jit_window, self._state.output, np.int32(begin), shown=False, count=count
+        )
+        return output
 
     def fetch(self, output: Output | None = None) -> Output:
         """``output`` (default: everything so far) as numpy arrays.
@@ -245,9 +254,14 @@ class Session:
                 self._progress("prefill", done, int(self._lengths.sum()))
         return hidden, cache
 
-    def _call(self, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
-        """Calls a jitted function; where it had to be compiled, waits, so that times add up."""
-        probe = TraceProbe(self._report_compile)
+    def _call(
+        self, function: Callable[..., Any], *args: Any, shown: bool = True, **static: Any
+    ) -> Any:
+        """Calls a jitted function; where it had to be compiled, waits, so that times add up.
+
+        ``shown``: compiling it is one of the stages that the progress callback hears of.
+        """
+        probe = TraceProbe(self._report_compile if shown else lambda: None)
         begun = time.perf_counter()
         try:
             result = function(*args, probe=probe, **static)
@@ -255,8 +269,9 @@ class Session:
             probe.release()
         if probe.traced:
             self.compile_seconds += time.perf_counter() - begun
-            self._compiled += 1
-            self._report_compile()
+            if shown:
+                self._compiled += 1
+                self._report_compile()
             jax.block_until_ready(result)
         return result
 

@@ -92,15 +92,17 @@ class ToyModel:
 
 
 def make_toy(seed: int, **fields) -> ToyModel:
-    module = ToyModule()
-    with jax.numpy_dtype_promotion("strict"):
-        params = module.init(
-            jax.random.key(seed),
-            jnp.zeros((1, 1), jnp.int32),
-            cache=module.init_cache(1, 4, jnp.float32),
-            lengths=jnp.ones(1, jnp.int32),
-        )["params"]
-    return ToyModel(module=module, params=params, **fields)
+    rng = np.random.default_rng(seed)
+
+    def normal(scale, *shape):
+        return jnp.asarray((rng.normal(size=shape) * scale).astype(np.float32))
+
+    params = {
+        "embedding": normal(1.0, VOCAB, HIDDEN),
+        "mix": normal(0.4, 3, HIDDEN, HIDDEN),
+        "head": normal(0.5, HIDDEN, VOCAB),
+    }
+    return ToyModel(module=ToyModule(), params=params, **fields)
 
 
 def reference_logits(params, tokens) -> np.ndarray:

@@ -57,10 +57,11 @@ def test_every_call_gives_the_same(toy, tokenizer, options):
 
 
 def test_stop_strings_across_tokens_are_the_same_everywhere(toy, tokenizer):
-    options = {"max_tokens": 40, "temp": 1.5, "seed": 2}
+    options = {"max_tokens": 20, "temp": 1.5, "seed": 2}
     free = generate(toy, tokenizer, PROMPT, **options)
-    for begin in (0, 3, 17, 33):
-        stop = free[begin : begin + 4]
+    assert len(free) > 20  # some tokens are two letters
+    for begin in (0, 3, 9, 18):
+        stop = free[begin : begin + 3]
         cut = free[: free.index(stop)]
         text, tokens, reason = collect(
             stream_generate(toy, tokenizer, PROMPT, stop=["never", stop], **options)
@@ -68,13 +69,13 @@ def test_stop_strings_across_tokens_are_the_same_everywhere(toy, tokenizer):
         batch = batch_generate(toy, tokenizer, [PROMPT], stop=["never", stop], **options)
         assert text == cut == generate(toy, tokenizer, PROMPT, stop=stop, **options)
         assert reason == "stop" and batch.finish_reasons == ("stop",)
-        assert batch.tokens == (tuple(tokens),) and len(tokens) < 40
+        assert batch.tokens == (tuple(tokens),) and len(tokens) <= 20
     assert generate(toy, tokenizer, PROMPT, stop="never", **options) == free
 
 
 def test_ragged_rows_get_what_they_get_alone(toy, tokenizer):
     prompts = ["a", "abcdefgh", [1, 2, 3, 60], "xyz"]
-    options = {"max_tokens": 24, "temp": 0.8, "stop": ["qr", "a"], "logprobs": 1}
+    options = {"max_tokens": 20, "temp": 0.8, "stop": ["qr", "a"], "logprobs": 3}
     batch = batch_generate(toy, tokenizer, prompts, seed=2**32 - 2, **options)
     assert len(set(map(len, batch.tokens))) > 1
     for i, prompt in enumerate(prompts):
@@ -97,9 +98,9 @@ def test_ragged_rows_get_what_they_get_alone(toy, tokenizer):
 
 def test_end_of_sequence_ids_are_a_union(toy, tokenizer):
     ids = tokenizer.encode(PROMPT)
-    free = reference_greedy(toy.params, ids, 16)
-    plain = generate(toy, tokenizer, PROMPT, max_tokens=16)
-    at = next(i for i in range(2, 16) if free[i] not in free[:i])
+    free = reference_greedy(toy.params, ids, 20)
+    plain = generate(toy, tokenizer, PROMPT, max_tokens=20)
+    at = next(i for i in range(2, 20) if free[i] not in free[:i])
     model = dataclasses.replace(toy, eos_token_ids=(free[at],))
     speaks = ToyTokenizer(eos_token_ids=(free[at],))
     cases = (
@@ -108,16 +109,16 @@ def test_end_of_sequence_ids_are_a_union(toy, tokenizer):
         (toy, tokenizer, {"stop_token_ids": [free[at]]}),
     )
     for engine, words, more in cases:
-        batch = batch_generate(engine, words, [PROMPT], max_tokens=16, **more)
+        batch = batch_generate(engine, words, [PROMPT], max_tokens=20, **more)
         assert batch.tokens[0] == tuple(free[: at + 1])
         assert batch.finish_reasons == ("stop",)
         assert plain.startswith(batch.texts[0]) and batch.texts[0] != plain
         assert (
-            collect(stream_generate(engine, words, PROMPT, max_tokens=16, **more))[0]
+            collect(stream_generate(engine, words, PROMPT, max_tokens=20, **more))[0]
             == (batch.texts[0])
         )
-    assert generate(model, speaks, PROMPT, max_tokens=16, ignore_eos=True) == plain
-    stopped = generate_tokens(model, ids, max_tokens=16, ignore_eos=True, stop_token_ids=[free[at]])
+    assert generate(model, speaks, PROMPT, max_tokens=20, ignore_eos=True) == plain
+    stopped = generate_tokens(model, ids, max_tokens=20, ignore_eos=True, stop_token_ids=[free[at]])
     assert stopped.tokens == tuple(free[: at + 1])
 
 
@@ -145,7 +146,7 @@ def test_max_tokens_is_clipped_to_the_context(toy):
 
 def test_seed_none_draws_afresh_and_a_seed_repeats(toy):
     def draw(**options):
-        return generate_tokens(toy, [1, 2], max_tokens=16, temp=5.0, **options).tokens
+        return generate_tokens(toy, [1, 2], max_tokens=20, temp=5.0, **options).tokens
 
     assert draw() != draw()
     assert draw(seed=3) == draw(seed=3) != draw(seed=4)

@@ -266,8 +266,9 @@ def test_logits_that_are_not_finite_are_flagged():
     logits[2, 3] = np.inf
     logits[3] = -np.inf
     logits[4, :5] = -np.inf
-    for params in (SamplingParams(), SamplingParams(temp=1.0, top_k=3, top_p=0.5, seed=0)):
-        arrays, features, state = one_state(params, 5, 6)
+    for temp in (0.0, 1.0):
+        params = SamplingParams(temp=temp, top_k=3, top_p=0.5, seed=0)
+        arrays, features, state = one_state(params, 5, 6, features=ALL)
         result, _ = jit_sample(jnp.asarray(logits), arrays, state, features)
         assert np.asarray(result.valid).tolist() == [True, False, False, False, True]
         assert int(result.tokens[4]) == 5
