@@ -84,7 +84,7 @@ def check_paths(
             if definition.name not in config.protocol:
                 hits[definition.source.path].append(("ES005", definition.node, ""))
     for source in sources:
-        findings += _settle(source.path, hits[source.path], comments[source.path], rules)
+        findings += _settle(source, hits[source.path], comments[source.path], rules)
     wanted = sorted({finding for finding in findings if finding.rule in rules})
     return wanted
 
@@ -108,25 +108,26 @@ def _file_hits(
 
 def _allows(comments: Sequence[Allow | BadAllow], definition: Definition) -> bool:
     return any(
-        isinstance(comment, Allow) and _covers(comment, "ES005", definition.node)
+        isinstance(comment, Allow) and _covers(comment, "ES005", definition.source, definition.node)
         for comment in comments
     )
 
 
-def _covers(comment: Allow, rule: str, node: ast.AST) -> bool:
-    first, last = span(node)
+def _covers(comment: Allow, rule: str, source: Source, node: ast.AST) -> bool:
+    first, last = span(source, node)
     return rule in comment.rules and comment.first <= last and first <= comment.last
 
 
 def _settle(
-    path: str,
+    source: Source,
     hits: Sequence[tuple[str, ast.AST, str]],
     comments: Sequence[Allow | BadAllow],
     rules: frozenset[str],
 ) -> Iterator[Finding]:
+    path = source.path
     used: set[tuple[Allow, str]] = set()
     for rule, node, message in hits:
-        covering = [c for c in comments if isinstance(c, Allow) and _covers(c, rule, node)]
+        covering = [c for c in comments if isinstance(c, Allow) and _covers(c, rule, source, node)]
         used.update((comment, rule) for comment in covering)
         if not covering:
             line = getattr(node, "lineno", 1)

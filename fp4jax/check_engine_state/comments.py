@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from fp4jax.check_engine_state.findings import RULE_IDS
 from fp4jax.check_engine_state.source import Source
 
-_COMMENT = re.compile(r"#\s*fp4jax:\s*(?P<body>.*)")
-_ALLOW = re.compile(r"allow(?P<file>-file)?\s+(?P<ids>[\w ,]+?)\s*\((?P<reason>.*\S.*)\)\s*")
+_COMMENT = re.compile(r"(?:^|\s)#\s*fp4jax:\s*(?P<body>.*)")
+_ALLOW = re.compile(
+    r"allow(?P<file>-file)?\s+(?P<ids>[\w ,]+?)\s*\((?P<reason>[^#]*[^#\s][^#]*)\)(\s*#.*)?"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ def allow_comments(source: Source) -> Iterator[Allow | BadAllow]:
         return
     lines = source.text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
-        match = _COMMENT.match(token.string) if token.type == tokenize.COMMENT else None
+        match = _COMMENT.search(token.string) if token.type == tokenize.COMMENT else None
         if match is None:
             continue
         line, column = token.start[0], token.start[1] + 1
@@ -71,14 +73,21 @@ def allow_comments(source: Source) -> Iterator[Allow | BadAllow]:
         yield Allow(rules, line, column, line, last)
 
 
-def span(node: ast.AST) -> tuple[int, int]:
+def span(source: Source, node: ast.AST) -> tuple[int, int]:
     """Lines on which an allow comment reaches a finding at ``node``.
 
-    A whole simple statement or expression; of a function or class, its decorators and header.
+    The statement that holds it, whole if it is a simple one; of a compound one (a function, a
+    class, an ``if``) its header, with decorators.
     """
-    first = getattr(node, "lineno", 1)
-    last = getattr(node, "end_lineno", None) or first
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        last = max(first, node.body[0].lineno - 1)
-        first = min([first, *(d.lineno for d in node.decorator_list)])
-    return first, last
+    statement = node
+    for up in source.ancestors(node):
+        if isinstance(statement, ast.stmt | ast.Module):
+            break
+        statement = up
+    first = getattr(statement, "lineno", 1)
+    last = getattr(statement, "end_lineno", None) or first
+    body = getattr(statement, "body", ())
+    if body:
+        last = max(first, body[0].lineno - 1)
+    decorators = getattr(statement, "decorator_list", ())
+    return min([first, *(d.lineno for d in decorators)]), last

@@ -182,10 +182,13 @@ def not_a_read(source: Source, use: ast.expr) -> str | None:
         return None if joins or name in _READING_CALLS else "is handed to a call"
     if isinstance(parent, ast.keyword):
         return None if parent.arg is None else "is handed to a call"
-    if isinstance(parent, ast.BoolOp):
-        return "is handed on"
+    while isinstance(parent, ast.BoolOp):
+        node, parent = parent, source.parents[parent]
     if isinstance(parent, ast.IfExp):
         return None if parent.test is node else "is handed on"
+    if isinstance(node, ast.BoolOp):
+        tests = (ast.If, ast.While, ast.Assert, ast.UnaryOp)
+        return None if isinstance(parent, tests) else "is handed on"
     reads = (
         ast.Subscript, ast.Compare, ast.For, ast.AsyncFor, ast.comprehension, ast.Starred,
         ast.BinOp, ast.UnaryOp, ast.FormattedValue, ast.If, ast.While, ast.Assert,

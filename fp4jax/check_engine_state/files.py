@@ -119,6 +119,8 @@ def _excluded(path: Path, exclude: Sequence[str], root: Path) -> bool:
     relative = real.relative_to(root).as_posix() if real.is_relative_to(root) else real.as_posix()
     for pattern in exclude:
         pattern = pattern.removeprefix("./").rstrip("/")
-        if fnmatch.fnmatchcase(relative if "/" in pattern else path.name, pattern):
+        names = relative.split("/") if "/" in pattern else [path.name]
+        parts = pattern.split("/")
+        if len(names) == len(parts) and all(map(fnmatch.fnmatchcase, names, parts)):
             return True
     return False

@@ -23,16 +23,15 @@ _KEY_METHODS = words("get setdefault pop add discard remove")
 def identity_keys(project: Project, source: Source) -> Hits:
     """Places that take the identity of an object for that of its content."""
     for node in source.nodes:
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            if node.id == "id" and source.qualify(node) == "builtins.id":
-                yield node, f"`{_call_text(source, node)}` is an address, not an identity"
-            elif node.id == "hash" and source.qualify(node) == "builtins.hash":
-                yield from _hash(project, source, node)
-        elif isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute):
             yield from _attribute(project, source, node)
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             name = source.qualify(node)
-            if name == "builtins.object.__hash__":
+            if name == "builtins.id":
+                yield node, f"`{_call_text(source, node)}` is an address, not an identity"
+            elif name == "builtins.hash":
+                yield from _hash(project, source, node)
+            elif name == "builtins.object.__hash__":
                 yield node, "`object.__hash__` is made from the object's address"
             elif name in _WEAK_TABLES and not _in_annotation(source, node):
                 yield node, f"`{name}` is a table keyed or emptied by object identity"
@@ -40,13 +39,13 @@ def identity_keys(project: Project, source: Source) -> Hits:
             yield from _weak_reference(source, node)
 
 
-def _call_text(source: Source, name: ast.Name) -> str:
+def _call_text(source: Source, name: ast.Name | ast.Attribute) -> str:
     parent = source.parents[name]
     called = isinstance(parent, ast.Call) and parent.func is name
-    return ast.unparse(parent) if called else name.id
+    return ast.unparse(parent if called else name)
 
 
-def _hash(project: Project, source: Source, name: ast.Name) -> Hits:
+def _hash(project: Project, source: Source, name: ast.Name | ast.Attribute) -> Hits:
     parent = source.parents[name]
     if not (isinstance(parent, ast.Call) and parent.func is name and len(parent.args) == 1):
         return
