@@ -42,6 +42,7 @@ def captures(project: Project, source: Source) -> Hits:
 
 def is_jit(source: Source, expr: ast.expr) -> bool:
     """``jax.jit``, ``jax.jit(static_argnums=0)`` or ``partial(jax.jit, …)``, as a decorator."""
+    expr = source.looked_through(expr)
     if isinstance(expr, ast.Call):
         if source.qualify(expr.func) == "functools.partial" and expr.args:
             return is_jit(source, expr.args[0])

@@ -23,6 +23,10 @@ _CONTAINER_CALLS = words(
 )
 CONTAINER_BASES = _CONTAINER_CALLS | {"typing.Dict", "typing.List", "typing.Set"}
 _DISPLAYS = MappingProxyType({ast.Dict: "dict", ast.List: "list", ast.Set: "set"})
+MUTATORS = words(
+    "append appendleft extend extendleft add update setdefault insert pop popleft popitem clear "
+    "remove discard"
+)
 _READ_METHODS = words(
     "get items keys values index count copy union intersection difference "
     "symmetric_difference issubset issuperset isdisjoint"
@@ -77,6 +81,8 @@ def container_kind(source: Source, expr: ast.expr | None) -> str | None:
 
 
 def _call_kind(source: Source, call: ast.Call) -> str | None:
+    if isinstance(call.func, ast.Lambda):
+        return container_kind(source, call.func.body)
     name = source.qualify(call.func) or ""
     if name in _CONTAINER_CALLS or name.startswith("cachetools."):
         return name.removeprefix("builtins.")

@@ -35,8 +35,17 @@ def identity_keys(project: Project, source: Source) -> Hits:
                 yield node, "`object.__hash__` is made from the object's address"
             elif name in _WEAK_TABLES and not _in_annotation(source, node):
                 yield node, f"`{name}` is a table keyed or emptied by object identity"
-        if isinstance(node, ast.Call) and source.qualify(node.func) in _WEAK_REFERENCES:
-            yield from _weak_reference(source, node)
+        if isinstance(node, ast.Call):
+            name = source.qualify(node.func)
+            if name in _WEAK_REFERENCES:
+                yield from _weak_reference(source, node)
+            elif name == "builtins.getattr" and _names_address(node):
+                yield node, f"`{ast.unparse(node)}` is an address, not an identity"
+
+
+def _names_address(call: ast.Call) -> bool:
+    wanted = call.args[1] if len(call.args) > 1 else None
+    return isinstance(wanted, ast.Constant) and wanted.value in _ADDRESS_ATTRIBUTES
 
 
 def _call_text(source: Source, name: ast.Name | ast.Attribute) -> str:

@@ -51,6 +51,7 @@ def _always_refused(name: str) -> bool:
 
 def _memo(source: Source, expr: ast.expr) -> str | None:
     """The memoizer behind ``cache``, ``lru_cache(maxsize=None)`` or ``partial(lru_cache, 8)``."""
+    expr = source.looked_through(expr)
     if isinstance(expr, ast.Call):
         if source.qualify(expr.func) == "functools.partial" and expr.args:
             return _memo(source, expr.args[0])

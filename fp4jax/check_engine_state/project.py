@@ -188,6 +188,8 @@ class Project:
             return None
         if name in PLAIN_CALLS:
             return "plain"
+        if name in ("tuple", "list", "frozenset", "sorted") and call.args:
+            return self.kind(source, call.args[0], depth + 1)
         if name in self.classes:
             return self.classes[name]
         if isinstance(call.func, ast.Attribute) and not name[0].isupper():

@@ -77,6 +77,14 @@ class Source:
                 return None
             scope, first = self.scopes[scope], False
 
+    def looked_through(self, expr: ast.expr) -> ast.expr:
+        """The call that a name is bound to once (``memo = lru_cache(8)``), else ``expr``."""
+        if isinstance(expr, ast.Name):
+            found = self.bound_to(expr)
+            if len(found) == 1 and isinstance(found[0].value, ast.Call):
+                return found[0].value
+        return expr
+
     def bound_to(self, name: ast.Name) -> tuple[Binding, ...]:
         """Every binding of the name in its home scope; empty for a builtin."""
         home = self.home(name)

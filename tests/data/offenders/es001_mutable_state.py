@@ -38,6 +38,7 @@ _LEFT, _RIGHT = {}, ()  # expect: ES001
 _CELL = [None]  # expect: ES001
 _SLOTS = 4 * [None]  # expect: ES001
 _CHOSEN = {} if sys.flags.dev_mode else None  # expect: ES001
+_CALLED = (lambda: {"a": 1})()  # expect: ES001
 _PAIR = ("table", {})  # expect: ES001
 _PROXY = types.MappingProxyType({"held": []})  # expect: ES001
 _FROM_CALL = {"seed": 1}  # expect: ES001

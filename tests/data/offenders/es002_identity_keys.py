@@ -36,6 +36,7 @@ def hashes(weight, x: Float[Array, "m k"], block: Block, tree: jax.Array):
         hash(block),  # expect: ES002
         hash((tree, 1)),  # expect: ES002
         hash(made),  # expect: ES002
+        hash(tuple(made)),  # expect: ES002
         hash(made.reshape(3, 1)),  # expect: ES002
         object.__hash__(block),  # expect: ES002
         weight.__hash__(),  # expect: ES002
@@ -45,6 +46,7 @@ def hashes(weight, x: Float[Array, "m k"], block: Block, tree: jax.Array):
 def pointers(array):
     return (
         array.data_ptr(),  # expect: ES002
+        getattr(array, "data_ptr")(),  # noqa: B009  # expect: ES002
         array.unsafe_buffer_pointer(),  # expect: ES002
         array.ctypes.data,  # expect: ES002
         array.__array_interface__["data"][0],  # expect: ES002

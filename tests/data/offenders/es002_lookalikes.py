@@ -24,6 +24,8 @@ def content(weight, text: str, params: tuple[int, ...]):
     values = SamplingValues()
     return (
         hash(text),
+        hash(tuple(weight.shape)),
+        getattr(weight, "shape", ()),
         hash(params),
         hash(values),
         hash((weight.shape, weight.dtype)),

@@ -35,6 +35,14 @@ def makes(n: int):
     return jnp.arange(n)
 
 
+remember = lru_cache(maxsize=4)
+
+
+@remember  # expect: ES003
+def through_an_alias(params):
+    return params
+
+
 @functools.lru_cache(8)  # expect: ES003
 def makes_on_host(n: int):
     table = np.zeros(n)

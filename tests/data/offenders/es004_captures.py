@@ -29,6 +29,17 @@ def scaled(n, x):
     return x * SCALED + helper(x)
 
 
+compiled = partial(jax.jit, static_argnames=("n",))
+
+
+def through_an_alias(params, x):
+    @compiled
+    def step(x, n):  # expect: ES004
+        return x @ params["w"] * n
+
+    return step(x, n=1)
+
+
 def helper(x):
     return INDIRECT @ x
 
