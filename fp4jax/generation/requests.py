@@ -6,7 +6,7 @@ import dataclasses
 import operator
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fp4jax.errors import GenerationError, SamplingError, UnsupportedError
 from fp4jax.generation.sampling_params import MAX_SEED, SamplingParams
@@ -15,6 +15,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Raw text, token ids, or chat messages (dicts with "role" and "content")."""
 
 
+@runtime_checkable
 class LanguageModel(Protocol):
     """What generation needs of a model; see :mod:`fp4jax.generation.loop` for ``module``."""
 
@@ -32,6 +33,7 @@ class LanguageModel(Protocol):
     def dtype(self) -> Any: ...
 
 
+@runtime_checkable
 class Detokenizer(Protocol):
     """Turns ids into text as they come."""
 
@@ -39,6 +41,7 @@ class Detokenizer(Protocol):
     def flush(self) -> str: ...
 
 
+@runtime_checkable
 class TextTokenizer(Protocol):
     """What generation needs of a tokenizer."""
 

@@ -73,6 +73,24 @@ def test_stop_strings_across_tokens_are_the_same_everywhere(toy, tokenizer):
     assert generate(toy, tokenizer, PROMPT, stop="never", **options) == free
 
 
+def test_a_row_that_met_its_stop_string_is_ended_on_the_device(toy, tokenizer, monkeypatch):
+    masks = []
+
+    class Watched(api.Session):
+        def advance(self, limit, stopped=None):
+            masks.append(stopped.tolist())
+            super().advance(limit, stopped)
+
+    options = {"max_tokens": 20, "temp": 0.8, "logprobs": 3, "seed": 4}
+    free = batch_generate(toy, tokenizer, list("wxyz"), **options)
+    own = next(c for c in free.texts[2] if all(c not in free.texts[i] for i in (0, 1, 3)))
+    monkeypatch.setattr(api, "Session", Watched)
+    batch = batch_generate(toy, tokenizer, list("wxyz"), stop=own, **options)
+    assert batch.finish_reasons == ("length", "length", "stop", "length")
+    met = len(batch.tokens[2]) <= api.STOP_CHECK_TOKENS
+    assert masks == [[False] * 4, [False, False, met, False]] and met
+
+
 def test_ragged_rows_get_what_they_get_alone(toy, tokenizer):
     prompts = ["a", "abcdefgh", [1, 2, 3, 60], "xyz"]
     options = {"max_tokens": 20, "temp": 0.8, "stop": ["qr", "a"], "logprobs": 3}

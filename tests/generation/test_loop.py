@@ -145,6 +145,14 @@ def test_one_loop_and_pieces_of_it_are_the_same_bits(toy):
         pieces = until(pieces, limit)
     jax.tree.map(np.testing.assert_array_equal, whole, pieces)
     assert whole.output.count.tolist() == [16, 9, 12]
+    # Rows that have ended are fed nothing more; the last token of a row never is.
+    assert whole.cache.position.tolist() == [5 + 15, 12 + 8, 9 + 11]
+    state = begin(toy.params)
+    stopped = jnp.asarray([False, True, False])
+    cut = run(toy.module, toy.params, state, sampling, ends, jnp.int32(16), stopped,
+              features=features)  # fmt: skip
+    assert cut.output.count.tolist() == [16, 1, 12]
+    np.testing.assert_array_equal(cut.output.tokens[0], whole.output.tokens[0])
 
 
 def test_nothing_is_captured(toy):

@@ -63,13 +63,13 @@ def kept(logits, temp, top_k, top_p, min_p):
     return jnp.isfinite(truncate(temper(logits, temp), top_k=top_k, top_p=top_p, min_p=min_p))
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "flat", "masked", "wide"])
+@pytest.mark.parametrize("kind", ["normal", "ties", "signed zeros", "flat", "masked", "wide"])
 def test_truncation_keeps_exactly_the_reference_set(kind):
     rng = np.random.default_rng(3)
     batch = 64
     logits = rng.normal(size=(batch, VOCAB)) * 2
-    if kind == "ties":
-        logits = rng.integers(-3, 3, size=(batch, VOCAB)) * 1.0
+    if kind in ("ties", "signed zeros"):
+        logits = rng.integers(-3, 3 if kind == "ties" else 1, size=(batch, VOCAB)) * 1.0
         logits[logits == 0] = rng.choice([0.0, -0.0], size=int((logits == 0).sum()))
     elif kind == "flat":
         logits = np.zeros((batch, VOCAB))
