@@ -13,7 +13,12 @@ import numpy as np
 
 VOCAB = 61
 HIDDEN = 24
-TRACES = {"calls": 0}
+
+
+class Traces:
+    """How often a toy module's Python body ran, which is how often it was traced."""
+
+    calls = 0
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +57,7 @@ class ToyModule(nn.Module):
         return ToyCache(jnp.zeros(batch, jnp.int32), empty, empty)
 
     def __call__(self, tokens, *, cache, lengths):
-        TRACES["calls"] += 1
+        Traces.calls += 1
         time = tokens.shape[1]
         positions = cache.position[:, None] + jnp.arange(time, dtype=jnp.int32)
         x = self.embedding[tokens] + jnp.sin(angles(positions, self.hidden, jnp))

@@ -34,7 +34,7 @@ def limits(stop_ids=(-1, -1, -1), max_tokens=(16, 7, 12)):
 
 
 FEATURES = SamplingFeatures()
-GREEDY = [SamplingParams()] * 3
+GREEDY = (SamplingParams(),) * 3
 
 
 @functools.partial(jax.jit, static_argnames=("module", "chunk"))
@@ -125,7 +125,7 @@ def test_one_loop_and_pieces_of_it_are_the_same_bits(toy):
     ends = limits(max_tokens=(16, 9, 12))
 
     @jax.jit
-    def begin(params):
+    def begin(params, tokens, lengths, sampling, ends):
         cache = toy.module.init_cache(3, 28, jnp.float32)
         hidden, cache = loop.prefill_chunk(toy.module, params, tokens, lengths, cache)
         return loop.start(
@@ -139,15 +139,15 @@ def test_one_loop_and_pieces_of_it_are_the_same_bits(toy):
         rest = (sampling, ends, jnp.int32(limit), jnp.zeros(3, jnp.bool_))
         return run(toy.module, toy.params, state, *rest, features=features)
 
-    whole = until(begin(toy.params), 16)
-    pieces = begin(toy.params)
+    whole = until(begin(toy.params, tokens, lengths, sampling, ends), 16)
+    pieces = begin(toy.params, tokens, lengths, sampling, ends)
     for limit in (1, 2, 3, 8, 16, 16):
         pieces = until(pieces, limit)
     jax.tree.map(np.testing.assert_array_equal, whole, pieces)
     assert whole.output.count.tolist() == [16, 9, 12]
     # Rows that have ended are fed nothing more; the last token of a row never is.
     assert whole.cache.position.tolist() == [5 + 15, 12 + 8, 9 + 11]
-    state = begin(toy.params)
+    state = begin(toy.params, tokens, lengths, sampling, ends)
     stopped = jnp.asarray([False, True, False])
     cut = run(toy.module, toy.params, state, sampling, ends, jnp.int32(16), stopped,
               features=features)  # fmt: skip

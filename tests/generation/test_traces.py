@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from generation_toy import TRACES, ToyModule, make_toy
+from generation_toy import ToyModule, Traces, make_toy
 
 from fp4jax.generation import batch_generate, generate, generate_tokens, stream_generate
-
-HOT = {"temp": 0.7, "seed": 1, "top_k": 5, "top_p": 0.9, "logit_bias": {3: 1.0}, "max_tokens": 20}
 
 
 @pytest.fixture
@@ -19,14 +17,16 @@ def engine(toy):
 
 
 def traces(call) -> int:
-    before = TRACES["calls"]
+    before = Traces.calls
     call()
-    return TRACES["calls"] - before
+    return Traces.calls - before
 
 
 def test_values_and_lengths_within_a_bucket_do_not_trace_again(engine):
+    hot = {"temp": 0.7, "seed": 1, "top_k": 5, "top_p": 0.9, "logit_bias": {3: 1.0}}
+
     def run(model=engine, prompt=(1, 2, 3, 4, 5), **changes):
-        return lambda: generate_tokens(model, prompt, **{**HOT, **changes})
+        return lambda: generate_tokens(model, prompt, **{"max_tokens": 19, **hot, **changes})
 
     # 61 tokens pad to 64, 61 + 19 to the context's 80: sizes of this test's own.
     first = run(prompt=[1] * 61, max_tokens=19)
