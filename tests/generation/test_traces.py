@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import generation_toy
 import pytest
-from generation_toy import ToyModule, Traces, make_toy
+from generation_toy import ToyModule, make_toy
 
 from fp4jax.generation import batch_generate, generate, generate_tokens, stream_generate
 
@@ -16,13 +17,21 @@ def engine(toy):
     return dataclasses.replace(toy, max_context=80)
 
 
-def traces(call) -> int:
-    before = Traces.calls
-    call()
-    return Traces.calls - before
+@pytest.fixture
+def traces(monkeypatch):
+    """Counts how often a call traces the toy."""
+    events = []
+    monkeypatch.setattr(generation_toy, "tracing", lambda: events.append(1))
+
+    def count(call) -> int:
+        events.clear()
+        call()
+        return len(events)
+
+    return count
 
 
-def test_values_and_lengths_within_a_bucket_do_not_trace_again(engine):
+def test_values_and_lengths_within_a_bucket_do_not_trace_again(engine, traces):
     hot = {"temp": 0.7, "seed": 1, "top_k": 5, "top_p": 0.9, "logit_bias": {3: 1.0}}
 
     def run(model=engine, prompt=(1, 2, 3, 4, 5), **changes):
@@ -47,7 +56,7 @@ def test_values_and_lengths_within_a_bucket_do_not_trace_again(engine):
     assert traces(run(prompt=[1] * 61, min_p=0.1)) == 1  # a new feature: decode only
 
 
-def test_streaming_and_stop_strings_share_what_generate_compiled(engine, tokenizer):
+def test_streaming_and_stop_strings_share_what_generate_compiled(engine, tokenizer, traces):
     options = {"max_tokens": 19, "temp": 1.0, "seed": 0}
     prompt = "abc" * 20 + "d"
     generate(engine, tokenizer, prompt, **options)
