@@ -1,0 +1,98 @@
+"""The seam between modules and stored weights.
+
+A weight in the parameter tree is a node: a :class:`~fp4jax.marlin.MarlinWeight` where the
+checkpoint is NVFP4, a plain array ``[N, K]`` where it is not. Modules ask the tree which it is
+and hand it to the one op; no module keeps an array, and nothing but the tree says how a layer
+is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from fp4jax import marlin
+from fp4jax.marlin import MarlinWeight
+from fp4jax.ops.w4a16_grouped_matmul import w4a16_grouped_matmul
+from fp4jax.ops.w4a16_matmul import w4a16_matmul
+
+Weight = MarlinWeight | Array
+"""What a linear's tree node can be."""
+
+
+def has_variable(module: nn.Module, name: str) -> bool:
+    """Whether the tree that ``module`` is applied to holds parameter ``name``."""
+    return module.has_variable("params", name)
+
+
+def variable(module: nn.Module, name: str, init: Callable[[Array], Weight]) -> Weight:
+    """Parameter ``name``: the tree's node as it is, or, in ``init``, the result of ``init(key)``.
+
+    ``Module.param`` would compare an existing node with the shape that ``init`` makes, but a node
+    may be stored in another format than a fresh one.
+    """
+    if has_variable(module, name):
+        return module.get_variable("params", name)
+    return module.param(name, init)
+
+
+def matmul(
+    x: Float[Array, "*batch k"], weight: Weight, *, bias: Array | None = None, out_dtype=None
+) -> Float[Array, "*batch n"]:
+    """``x @ weight.T + bias``, f32 accumulation, in ``out_dtype`` (default ``x.dtype``)."""
+    if isinstance(weight, MarlinWeight):
+        return w4a16_matmul(x, weight, bias=bias, out_dtype=out_dtype)
+    y = jnp.einsum(
+        "...k,nk->...n",
+        x,
+        weight.astype(x.dtype),
+        preferred_element_type=jnp.float32,
+        precision=matmul_precision(x.dtype),
+    )
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return y.astype(out_dtype or x.dtype)
+
+
+def grouped_matmul(
+    x: Float[Array, "tokens k"], weight: Weight, group_sizes: Int[Array, "experts"]
+) -> Float[Array, "tokens n"]:
+    """Rows of ``x``, sorted by expert, times their expert's matrix."""
+    if isinstance(weight, MarlinWeight):
+        return w4a16_grouped_matmul(x, weight, group_sizes)
+    y = jax.lax.ragged_dot(
+        x,
+        weight.astype(x.dtype).swapaxes(-1, -2),
+        group_sizes,
+        preferred_element_type=jnp.float32,
+        precision=matmul_precision(x.dtype),
+    )
+    return y.astype(x.dtype)
+
+
+def embed(
+    weight: Weight, ids: Int[Array, "*batch"], dtype: jnp.dtype
+) -> Float[Array, "*batch hidden"]:
+    """Rows of an embedding table, quantized or not. Ids out of range are clamped."""
+    if isinstance(weight, MarlinWeight):
+        return marlin.take_rows(weight, ids, dtype)
+    return jnp.take(weight, ids, axis=0, mode="clip").astype(dtype)
+
+
+def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    """f32 means f32: no tf32 or bf16 passes on accelerators."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def random_dense(key: Array, n: int, k: int, dtype: jnp.dtype) -> Float[Array, "n k"]:
+    """A random unquantized matrix with entries of standard deviation ``k ** -0.5``."""
+    return (jax.random.normal(key, (n, k)) * k**-0.5).astype(dtype)
+
+
+def random_quantized(shards: Sequence[int], k: int, stack: Sequence[int] = ()):
+    """An initializer that makes a random repacked weight (see :func:`marlin.random_weight`)."""
+    return lambda key: marlin.random_weight(key, shards, k, stack)
