@@ -41,3 +41,11 @@ class GenerationError(Fp4JaxError, ValueError):
 
 class EngineMismatchError(Fp4JaxError):
     """Something that depends on one engine's weights was offered to another engine."""
+
+
+class EngineStateError(Fp4JaxError):
+    """Engine state was found where it must not be, such as weights captured by a function."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint's configuration contradicts its tensors; the tensors decide."""

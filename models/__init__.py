@@ -1,1 +1,32 @@
-"""Model architectures, one file each."""
+"""The architectures that can be loaded: one file each, and one line here."""
+
+from __future__ import annotations
+
+from fp4jax.architecture import Architecture
+from fp4jax.errors import ConfigError
+from fp4jax.models import llama, qwen3, qwen3_moe
+
+ARCHITECTURES: tuple[Architecture, ...] = (
+    llama.ARCHITECTURE,
+    qwen3.ARCHITECTURE,
+    qwen3_moe.ARCHITECTURE,
+)
+"""Every known architecture."""
+
+
+def find_architecture(names: list[str]) -> Architecture:
+    """The architecture that a ``config.json`` names.
+
+    Args:
+      names: its ``architectures`` field.
+
+    Raises:
+      ConfigError: none of them is known; the known ones are listed.
+    """
+    for architecture in ARCHITECTURES:
+        if architecture.name in names:
+            return architecture
+    known = ", ".join(architecture.name for architecture in ARCHITECTURES)
+    raise ConfigError(
+        f"architecture {', '.join(map(repr, names)) or 'unnamed'} is not supported; known: {known}"
+    )

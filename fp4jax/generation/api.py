@@ -25,9 +25,10 @@ from fp4jax.generation.results import (
     TokenResult,
 )
 from fp4jax.generation.sampling_params import SamplingParams
-from fp4jax.generation.session import PREFILL_CHUNK, Progress, Session
+from fp4jax.generation.session import PREFILL_CHUNK, Session
 from fp4jax.generation.state import Output
 from fp4jax.generation.stop import RowText
+from fp4jax.progress import Progress
 
 STOP_CHECK_TOKENS = 16
 """Tokens decoded between two looks for stop strings where nothing is streamed."""

@@ -19,9 +19,7 @@ from fp4jax.generation.requests import LanguageModel, Request
 from fp4jax.generation.results import GenerationStats, peak_memory_gb
 from fp4jax.generation.samplers import SamplingArrays, SamplingFeatures
 from fp4jax.generation.state import Limits, LoopState, Output
-
-Progress = Callable[[str, int, int], None]
-"""Called with a stage ("compile" or "prefill"), what is done, and the total."""
+from fp4jax.progress import Progress
 
 PREFILL_CHUNK = 512
 COMPILED_STAGES = 3  # prefill, first token, decode: those worth showing
@@ -120,7 +118,7 @@ class Session:
       model: the engine.
       requests: one a row.
       prefill_chunk: prompt tokens fed at once, at least 1.
-      progress: see :data:`Progress`.
+      progress: told about "compile" (in compiled functions) and "prefill" (in prompt tokens).
     """
 
     def __init__(

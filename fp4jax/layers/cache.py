@@ -28,7 +28,7 @@ class KVCache:
         self,
         keys: Float[Array, "batch time kv_heads dim"],
         values: Float[Array, "batch time kv_heads dim"],
-        position: Int[Array, "batch"],
+        position: Int[Array, " batch"],
     ) -> KVCache:
         """Stores ``time`` tokens a row from ``position`` on.
 
@@ -47,11 +47,11 @@ class KVCache:
 class Cache:
     """The whole model's cache: tokens held a row, and one entry a layer."""
 
-    position: Int32[Array, "batch"]
+    position: Int32[Array, " batch"]
     layers: tuple[Any, ...]
 
 
-def _write(buffer: Array, update: Array, position: Int[Array, "batch"]) -> Array:
+def _write(buffer: Array, update: Array, position: Int[Array, " batch"]) -> Array:
     def one(row: Array, new: Array, start: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(row, new, start, axis=0)
 

@@ -58,7 +58,7 @@ class FusedLinear(nn.Module):
         k, total = x.shape[-1], sum(self.shards)
         bias = bias_of(self, total)
         if weights.has_variable(self, split_weight_name(self.names[0])):
-            parts = [self.get_variable("params", split_weight_name(name)) for name in self.names]
+            parts: list[Weight] = [self.get_variable("params", split_weight_name(name)) for name in self.names]
             y = jnp.concatenate([weights.matmul(x, part) for part in parts], axis=-1)
             y = y if bias is None else y + bias.astype(y.dtype)
         else:
@@ -78,7 +78,7 @@ def split_weight_name(name: str) -> str:
     return f"{name}_weight"
 
 
-def bias_of(module: Linear | FusedLinear, features: int) -> Float[Array, "n"] | None:
+def bias_of(module: Linear | FusedLinear, features: int) -> Float[Array, " n"] | None:
     """The tree's bias, a zero one in ``init`` where asked for, else None."""
     if weights.has_variable(module, "bias"):
         return module.get_variable("params", "bias")

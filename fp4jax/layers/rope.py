@@ -46,7 +46,8 @@ class RopeConfig:
         spec.update(config.get("rope_parameters") or {})
         kind = spec.get("rope_type", spec.get("type", "default"))
         if kind not in ROPE_TYPES:
-            raise ConfigError(f"rope type {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}")
+            known = ", ".join(ROPE_TYPES)
+            raise ConfigError(f"rope type {kind!r} is not supported; known: {known}")
         theta = float(spec.get("rope_theta", config.get("rope_theta", 10000.0)))
         if kind == "default":
             return cls(theta=theta)
@@ -72,7 +73,7 @@ class RopeConfig:
         )
 
 
-def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Float32[Array, "half"]:
+def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Float32[Array, " half"]:
     """Radians a position for each pair of channels, stretched as ``rope.kind`` says."""
     half = rotary_dim // 2
     exponent = jnp.arange(half, dtype=jnp.float32) / jnp.float32(half)

@@ -59,7 +59,7 @@ def matmul(
 
 
 def grouped_matmul(
-    x: Float[Array, "tokens k"], weight: Weight, group_sizes: Int[Array, "experts"]
+    x: Float[Array, "tokens k"], weight: Weight, group_sizes: Int[Array, " experts"]
 ) -> Float[Array, "tokens n"]:
     """Rows of ``x``, sorted by expert, times their expert's matrix."""
     if isinstance(weight, MarlinWeight):

@@ -1,0 +1,29 @@
+"""What a file in ``models/`` declares about its architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fp4jax.checkpoints.keys import Key, Skip
+from fp4jax.layers.decoder import DecoderModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """One architecture.
+
+    Attributes:
+      name: as the ``architectures`` field of a ``config.json`` spells it.
+      config: makes the frozen config from ``config.json``'s contents.
+      model: Flax module class, called as ``model(config=…, dtype=…)``.
+      keys: the checkpoint keys of a config.
+      skip: tensors left out on purpose, besides those that every architecture leaves out.
+    """
+
+    name: str
+    config: Callable[[Mapping[str, Any]], Any]
+    model: type[DecoderModel]
+    keys: Callable[[Any], tuple[Key, ...]]
+    skip: tuple[Skip, ...] = ()

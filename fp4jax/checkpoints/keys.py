@@ -1,0 +1,80 @@
+"""The declarative key table: which checkpoint tensors fill which node of the parameter tree.
+
+A model lists its keys once; the loader sees to it that every tensor of a checkpoint is used by
+exactly one of them or skipped for a stated reason. Sources are module names as a text model's
+checkpoint spells them (``model.…``); other prefixes are found by the loader. How a matrix is
+stored (NVFP4 of either vendor, bf16, …) is not said here: the tensors say it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One node of the parameter tree and the checkpoint modules it is made of.
+
+    Attributes:
+      target: path of the module in the tree, ``/`` between names.
+      kind: "vector" (a 1-D parameter), "matrix" (one or several fused linears), "head" (a matrix
+        that a tied model has none of) or "experts" (a stack of matrices).
+      sources: checkpoint module names, one a fused shard; of "experts", with ``{expert}`` in it.
+      rows: output features of each shard; of a vector, its length.
+      k: input features; 0 for a vector.
+      experts: matrices in the stack, 0 where there is none.
+    """
+
+    target: str
+    kind: str
+    sources: tuple[str, ...]
+    rows: tuple[int, ...]
+    k: int = 0
+    experts: int = 0
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Last component of each source: what a shard is called in the tree."""
+        return tuple(source.rsplit(".", 1)[-1] for source in self.sources)
+
+
+@dataclasses.dataclass(frozen=True)
+class Skip:
+    """Tensors that are left out on purpose.
+
+    Attributes:
+      pattern: regular expression that the whole tensor name matches.
+      reason: why, for people.
+    """
+
+    pattern: str
+    reason: str
+
+
+def vector(target: str, source: str, size: int) -> Key:
+    """A norm's weight ``[size]``."""
+    return Key(target, "vector", (source,), (size,))
+
+
+def linear(target: str, source: str, n: int, k: int) -> Key:
+    """A linear's or an embedding's matrix ``[n, k]``; a bias beside it is taken along."""
+    return Key(target, "matrix", (source,), (n,), k)
+
+
+def fused(target: str, parent: str, shards: Mapping[str, int], k: int) -> Key:
+    """Several linears of one input, children of ``parent``, as one matrix ``[sum, k]``."""
+    return Key(
+        target, "matrix", tuple(f"{parent}.{name}" for name in shards), tuple(shards.values()), k
+    )
+
+
+def head(target: str, source: str, n: int, k: int) -> Key:
+    """The output head ``[n, k]``, absent from a checkpoint that ties it to the embedding."""
+    return Key(target, "head", (source,), (n,), k)
+
+
+def experts(target: str, parent: str, shards: Mapping[str, int], k: int, count: int) -> Key:
+    """Matrices ``parent.<expert>.<shard>`` as one stack ``[count, sum, k]``."""
+    sources = tuple(f"{parent}.{{expert}}.{name}" for name in shards)
+    return Key(target, "experts", sources, tuple(shards.values()), k, count)

@@ -1,0 +1,107 @@
+"""Filling a parameter tree from a planned checkpoint, one node at a time.
+
+Each node is read to the host, put on its device, repacked there, and waited for before the next
+one is read, so that the device never holds more than the final tree plus what one repack needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp4jax import marlin
+from fp4jax.checkpoints.plan import Plan, PlannedNode
+from fp4jax.checkpoints.sharding import place
+from fp4jax.checkpoints.stored import DENSE, StoredMatrix, check_scales, read_nvfp4
+from fp4jax.checkpoints.tensors import TensorFiles
+from fp4jax.nvfp4 import NVFP4Weight
+from fp4jax.progress import Progress
+
+
+def check_values(files: TensorFiles, plan: Plan) -> None:
+    """Reads every scale and refuses bad ones, before anything is put on a device.
+
+    Raises:
+      FormatError: naming file, module and index.
+    """
+    for node in plan.nodes:
+        for group in node.matrices:
+            for matrix in group:
+                check_scales(files, matrix)
+
+
+def load_params(
+    files: TensorFiles,
+    plan: Plan,
+    *,
+    dtype: jnp.dtype,
+    mesh: jax.sharding.Mesh | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """The parameter tree.
+
+    Args:
+      files: the checkpoint.
+      plan: from :func:`fp4jax.checkpoints.plan.make_plan`.
+      dtype: of activations. Unquantized tensors are kept in it, or in the checkpoint's own 16-bit
+        dtype where that is narrower (they are widened where they are used, which is exact).
+      mesh: spread the weights over it; None keeps them on the default device.
+      progress: told about bytes read.
+
+    Returns:
+      Nested dicts; leaves are arrays and :class:`fp4jax.marlin.MarlinWeight` nodes.
+    """
+    params: dict[str, Any] = {}
+    done, total = 0, plan.nbytes
+    for node in plan.nodes:
+        value = place(_make(files, node, dtype), node.path, mesh)
+        jax.block_until_ready(value)
+        branch = params
+        for name in node.path[:-1]:
+            branch = branch.setdefault(name, {})
+        branch[node.path[-1]] = value
+        done += node.nbytes
+        if progress is not None:
+            progress("load", done, total)
+    return params
+
+
+def _make(files: TensorFiles, node: PlannedNode, dtype: jnp.dtype) -> Any:
+    if not node.matrices:
+        parts = [
+            np.zeros(rows, dtype) if info is None else files.read(info.name)
+            for info, rows in zip(node.vectors, node.rows, strict=True)
+        ]
+        return jnp.asarray(_cast(np.concatenate([_cast(part, dtype) for part in parts]), dtype))
+    if node.format == DENSE:
+        dense = [_dense(files, group, dtype) for group in node.matrices]
+        return jax.device_put(np.stack(dense) if node.stacked else dense[0])
+    shards: list[NVFP4Weight] = []
+    for i in range(len(node.rows)):
+        stack = [read_nvfp4(files, group[i]) for group in node.matrices]
+        shards.append(
+            jax.tree.map(lambda *leaves: np.stack(leaves), *stack) if node.stacked else stack[0]
+        )
+    return _repack(tuple(shards))
+
+
+def _repack(shards: tuple[NVFP4Weight, ...]) -> marlin.MarlinWeight:
+    on_device = jax.device_put(shards)
+    packed = marlin.repack(on_device)
+    jax.block_until_ready(packed)
+    for leaf in jax.tree.leaves(on_device):
+        leaf.delete()
+    return packed
+
+
+def _dense(files: TensorFiles, group: tuple[StoredMatrix, ...], dtype: jnp.dtype) -> np.ndarray:
+    parts = [_cast(files.read(matrix.weight.name), dtype) for matrix in group]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _cast(values: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
+    """To ``dtype``, unless the values are stored in fewer bits."""
+    return values if values.dtype.itemsize < dtype.itemsize else values.astype(dtype, copy=False)

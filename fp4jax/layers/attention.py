@@ -1,0 +1,87 @@
+"""Self-attention with grouped queries, rotary positions and an optional q/k norm."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+from jaxtyping import Array, Float, Int
+
+from fp4jax.checkpoints.keys import Key, fused, linear, vector
+from fp4jax.layers.cache import KVCache
+from fp4jax.layers.linear import FusedLinear, Linear
+from fp4jax.layers.norms import RMSNorm
+from fp4jax.layers.rope import RopeConfig, apply_rope
+from fp4jax.ops.attention import attention
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention (GQA, arXiv 2305.13245); q, k and v are one matmul.
+
+    Attributes:
+      hidden_size: features of input and output.
+      heads: query heads.
+      kv_heads: key/value heads, a divisor of ``heads``.
+      head_dim: channels of a head.
+      rope: rotary embedding.
+      qk_norm: epsilon of an RMSNorm over each head of q and k; None for none.
+      window: tokens seen, the own one included; None for all.
+      use_bias: biases on q, k, v and o made by ``init``.
+      quantized: whether ``init`` makes NVFP4 weights.
+    """
+
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    qk_norm: float | None = None
+    window: int | None = None
+    use_bias: bool = False
+    quantized: bool = True
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "batch time hidden"],
+        positions: Int[Array, "batch time"],
+        cache: KVCache | None,
+    ) -> tuple[Float[Array, "batch time hidden"], KVCache | None]:
+        """Without a cache, the tokens given are the whole context."""
+        batch, time = positions.shape
+        shards = (self.heads * self.head_dim, *(2 * (self.kv_heads * self.head_dim,)))
+        qkv = FusedLinear(shards, QKV, self.use_bias, self.quantized, name="qkv_proj")(x)
+        query, key, value = (part.reshape(batch, time, -1, self.head_dim) for part in qkv)
+        if self.qk_norm is not None:
+            query = RMSNorm(self.qk_norm, name="q_norm")(query)
+            key = RMSNorm(self.qk_norm, name="k_norm")(key)
+        query = apply_rope(query, positions, self.rope)
+        key = apply_rope(key, positions, self.rope)
+        keys, values = key, value
+        if cache is not None:
+            cache = cache.write(key, value, positions[:, 0])
+            keys, values = cache.keys, cache.values
+        out = attention(query, keys, values, positions, window=self.window)
+        out = out.reshape(batch, time, -1)
+        out_proj = Linear(self.hidden_size, self.use_bias, self.quantized, name="o_proj")
+        return out_proj(out), cache
+
+
+def attention_keys(
+    target: str,
+    source: str,
+    *,
+    hidden_size: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    qk_norm: bool = False,
+) -> tuple[Key, ...]:
+    """Checkpoint keys of an :class:`Attention` at tree path ``target``."""
+    q, kv = heads * head_dim, kv_heads * head_dim
+    norms = ("q_norm", "k_norm") if qk_norm else ()
+    return (
+        fused(f"{target}/qkv_proj", source, dict(zip(QKV, (q, kv, kv), strict=True)), hidden_size),
+        *(vector(f"{target}/{name}", f"{source}.{name}", head_dim) for name in norms),
+        linear(f"{target}/o_proj", f"{source}.o_proj", hidden_size, q),
+    )

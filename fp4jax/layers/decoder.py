@@ -1,0 +1,226 @@
+"""The frame that decoder-only models share: embedding, blocks, final norm, head."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from fp4jax.checkpoints.keys import Key, head, linear, vector
+from fp4jax.layers.attention import Attention, attention_keys
+from fp4jax.layers.cache import Cache, KVCache
+from fp4jax.layers.embedding import Embedding
+from fp4jax.layers.linear import Linear
+from fp4jax.layers.mlp import GatedMLP, gated_mlp_keys
+from fp4jax.layers.norms import RMSNorm
+from fp4jax.layers.rope import RopeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of a decoder-only transformer. Field names are Hugging Face's."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecoderOutput:
+    """What one pass gives.
+
+    Attributes:
+      hidden: after the final norm; :meth:`DecoderModel.logits` takes it.
+      cache: the advanced cache, None where none was given.
+      taps: inputs of the layers asked for, in the order asked.
+    """
+
+    hidden: Float[Array, "batch time h"]
+    cache: Cache | None
+    taps: tuple[Float[Array, "batch time h"], ...] = ()
+
+
+class DecoderBlock(nn.Module):
+    """Pre-norm residual block: ``x += mixer(norm(x))``, then ``x += feed_forward(norm(x))``.
+
+    A model overrides :meth:`mixer` and :meth:`feed_forward`. A mixer is called with
+    ``(x, positions, cache)`` and returns ``(y, cache)``.
+    """
+
+    config: Any
+    index: int
+    quantized: bool = True
+
+    def setup(self):
+        self.input_layernorm = RMSNorm(self.config.rms_norm_eps)
+        self.self_attn = self.mixer()
+        self.post_attention_layernorm = RMSNorm(self.config.rms_norm_eps)
+        self.mlp = self.feed_forward()
+
+    def mixer(self) -> nn.Module:
+        """The layer that mixes tokens; default: attention."""
+        c = self.config
+        return Attention(
+            c.hidden_size,
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.head_dim,
+            c.rope,
+            quantized=self.quantized,
+        )
+
+    def feed_forward(self) -> nn.Module:
+        """The layer that acts on each token; default: SwiGLU."""
+        c = self.config
+        return GatedMLP(c.hidden_size, c.intermediate_size, quantized=self.quantized)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch time h"],
+        positions: Int[Array, "batch time"],
+        cache: Any,
+    ) -> tuple[Float[Array, "batch time h"], Any]:
+        y, cache = self.self_attn(self.input_layernorm(x), positions, cache)
+        x = x + y
+        return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+
+class DecoderModel(nn.Module):
+    """A decoder-only language model. Hashable and static under ``jit``; holds no array.
+
+    A model overrides :meth:`block`, and :meth:`block_cache` where its cache is not a
+    :class:`~fp4jax.layers.cache.KVCache`.
+
+    Attributes:
+      config: sizes, frozen.
+      dtype: of activations.
+      quantized: whether ``init`` makes NVFP4 weights in the blocks.
+    """
+
+    config: Any
+    dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    quantized: bool = True
+
+    def setup(self):
+        c = self.config
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, self.dtype)
+        self.layers = [self.block(i) for i in range(c.num_hidden_layers)]
+        self.norm = RMSNorm(c.rms_norm_eps)
+        if not c.tie_word_embeddings:
+            self.lm_head = Linear(c.vocab_size, quantized=False)
+
+    def block(self, index: int) -> nn.Module:
+        """Layer ``index``."""
+        return DecoderBlock(self.config, index, self.quantized)
+
+    @nn.nowrap
+    def block_cache(self, index: int, batch: int, capacity: int, dtype: jnp.dtype) -> Any:
+        """An empty cache of layer ``index``."""
+        del index
+        c = self.config
+        return KVCache.zeros(batch, capacity, c.num_key_value_heads, c.head_dim, dtype)
+
+    @nn.nowrap
+    def init_cache(self, batch: int, capacity: int, dtype: jnp.dtype | None = None) -> Cache:
+        """An empty cache.
+
+        Args:
+          batch: rows.
+          capacity: tokens that a row can hold.
+          dtype: of keys and values; the model's by default.
+        """
+        layers = (
+            self.block_cache(i, batch, capacity, jnp.dtype(dtype or self.dtype))
+            for i in range(self.config.num_hidden_layers)
+        )
+        return Cache(jnp.zeros(batch, jnp.int32), tuple(layers))
+
+    def __call__(
+        self,
+        tokens: Int32[Array, "batch time"],
+        cache: Cache | None = None,
+        lengths: Int32[Array, " batch"] | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> DecoderOutput:
+        """Runs the blocks over ``tokens``.
+
+        Args:
+          tokens: ids, right-padded.
+          cache: continued from, and returned advanced; None takes ``tokens`` for the whole context.
+          lengths: valid tokens a row; default all. Padding never changes what a valid token gets.
+          taps: static; indices of layers whose input is wanted (drafters read them).
+        """
+        start = jnp.zeros(tokens.shape[0], jnp.int32) if cache is None else cache.position
+        positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        x = self.embed_tokens(tokens)
+        caches, seen = [], []
+        for i, layer in enumerate(self.layers):
+            seen.append(x)
+            x, layer_cache = layer(x, positions, None if cache is None else cache.layers[i])
+            caches.append(layer_cache)
+        hidden = self.norm(x)
+        if self.is_initializing():
+            self.logits(hidden)
+        after = None
+        if cache is not None:
+            ahead = tokens.shape[1] if lengths is None else lengths
+            after = Cache(cache.position + ahead, tuple(caches))
+        return DecoderOutput(hidden, after, tuple(seen[i] for i in taps))
+
+    def logits(self, hidden: Float[Array, "*batch h"]) -> Float32[Array, "*batch v"]:
+        """f32 logits over the vocabulary, by the head or by the tied embedding."""
+        if self.config.tie_word_embeddings:
+            return self.embed_tokens.attend(hidden)
+        return self.lm_head(hidden, jnp.float32)
+
+
+def decoder_keys(
+    config: DecoderConfig, *, qk_norm: bool = False, mlp_keys: Any = None
+) -> tuple[Key, ...]:
+    """Checkpoint keys of a :class:`DecoderModel` with :class:`DecoderBlock` layers.
+
+    Args:
+      config: sizes.
+      qk_norm: whether q and k are normed.
+      mlp_keys: ``(layer, target, source) -> keys`` of a layer's feed-forward part; default SwiGLU.
+    """
+    h = config.hidden_size
+
+    def swiglu(layer: int, target: str, source: str) -> tuple[Key, ...]:
+        del layer
+        return gated_mlp_keys(
+            target, source, hidden_size=h, intermediate_size=config.intermediate_size
+        )
+
+    keys: list[Key] = [linear("embed_tokens", "model.embed_tokens", config.vocab_size, h)]
+    for i in range(config.num_hidden_layers):
+        target, source = f"layers_{i}", f"model.layers.{i}"
+        keys += [
+            vector(f"{target}/{name}", f"{source}.{name}", h)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        ]
+        keys += attention_keys(
+            f"{target}/self_attn",
+            f"{source}.self_attn",
+            hidden_size=h,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            qk_norm=qk_norm,
+        )
+        keys += (mlp_keys or swiglu)(i, f"{target}/mlp", f"{source}.mlp")
+    keys += [vector("norm", "model.norm", h), head("lm_head", "lm_head", config.vocab_size, h)]
+    return tuple(keys)
