@@ -121,7 +121,13 @@ def engine_id(params: Any) -> str:
     )
     for path, node in leaves:
         if isinstance(node, marlin.MarlinWeight):
-            facts: tuple[Any, ...] = (node.layout, node.shards, node.k, node.stack, node.global_is_divisor)
+            facts: tuple[Any, ...] = (
+                node.layout,
+                node.shards,
+                node.k,
+                node.stack,
+                node.global_is_divisor,
+            )
             value = node.fingerprint
         else:
             facts, value = (node.dtype.name, node.shape), _checksum(node)

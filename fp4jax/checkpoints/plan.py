@@ -227,9 +227,7 @@ def _matrix_nodes(
         formats += stored
     stacked = key.experts > 0
     if len(set(formats)) == 1:
-        nodes = [
-            PlannedNode((*target, "weight"), formats[0], (), groups, key.rows, key.k, stacked)
-        ]
+        nodes = [PlannedNode((*target, "weight"), formats[0], (), groups, key.rows, key.k, stacked)]
     else:
         nodes = [
             PlannedNode(

@@ -58,7 +58,9 @@ class FusedLinear(nn.Module):
         k, total = x.shape[-1], sum(self.shards)
         bias = bias_of(self, total)
         if weights.has_variable(self, split_weight_name(self.names[0])):
-            parts: list[Weight] = [self.get_variable("params", split_weight_name(name)) for name in self.names]
+            parts: list[Weight] = [
+                self.get_variable("params", split_weight_name(name)) for name in self.names
+            ]
             y = jnp.concatenate([weights.matmul(x, part) for part in parts], axis=-1)
             y = y if bias is None else y + bias.astype(y.dtype)
         else:

@@ -32,7 +32,9 @@ class ExpertLinear(nn.Module):
         """``x`` is sorted by expert, ``group_sizes`` rows each; one result a shard."""
         k = x.shape[-1]
         if weights.has_variable(self, split_weight_name(self.names[0])):
-            parts: list[weights.Weight] = [self.get_variable("params", split_weight_name(name)) for name in self.names]
+            parts: list[weights.Weight] = [
+                self.get_variable("params", split_weight_name(name)) for name in self.names
+            ]
             return tuple(weights.grouped_matmul(x, part, group_sizes) for part in parts)
 
         def init(key: Array) -> weights.Weight:

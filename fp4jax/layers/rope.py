@@ -111,8 +111,6 @@ def apply_rope(
     angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(rope, rotary_dim)
     cos = jnp.cos(angles)[:, :, None, :] * rope.attention_factor
     sin = jnp.sin(angles)[:, :, None, :] * rope.attention_factor
-    first, second, rest = jnp.split(
-        x.astype(jnp.float32), (rotary_dim // 2, rotary_dim), axis=-1
-    )
+    first, second, rest = jnp.split(x.astype(jnp.float32), (rotary_dim // 2, rotary_dim), axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin, rest]
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
