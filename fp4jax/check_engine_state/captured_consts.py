@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fp4jax.errors import Fp4JaxError
+from fp4jax.errors import EngineStateError
 
 TABLE_ELEMENTS = 256
 """A host constant of at most this many elements is taken for a table written in the code."""
@@ -88,13 +88,13 @@ def check_captured(
     """Refuses a function that captures non-scalar arrays; see :func:`captured_arrays`.
 
     Raises:
-      Fp4JaxError: it does; names each array's shape, dtype and the place that reads it.
+      EngineStateError: it does; names each array's shape, dtype and the place that reads it.
     """
     found = captured_arrays(fn, *args, table_elements=table_elements, **kwargs)
     if found:
         name = getattr(fn, "__name__", repr(fn))
         listed = "\n".join(f"  {array}" for array in found)
-        raise Fp4JaxError(
+        raise EngineStateError(
             f"ES004 `{name}` captures arrays as constants, so the compiled function belongs to one "
             f"engine and keeps it alive:\n{listed}\nPass them as arguments (params first)."
         )
