@@ -1,0 +1,302 @@
+"""Two engines in one process never share a weight.
+
+The hazard that this package exists to rule out, first on record with a small cache of the kind
+that other engines have, then the same scenario through ``load`` and ``generate``.
+"""
+
+# fp4jax: allow-file ES001, ES002 (the hazard on record)
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from engine_outputs import NEW_TOKENS, PROMPTS, engine_outputs, generation_outputs
+from safetensors.numpy import save_file
+
+import fp4jax
+from fp4jax.checkpoints.tensors import TensorFiles
+from fp4jax.marlin import repack
+from fp4jax.model import forward
+from fp4jax.nvfp4 import NVFP4Weight, dequantize
+from fp4jax.ops.w4a16_matmul import w4a16_matmul
+
+HERE = Path(__file__).parent
+CONSUMERS = {
+    "experts": (
+        "layers_0/self_attn/qkv_proj/weight",
+        "layers_0/self_attn/o_proj/weight",
+        "layers_0/mlp/gate_up_proj/weight",
+        "layers_0/mlp/down_proj/weight",
+        "lm_head/weight",
+    ),
+    "tied": (
+        "embed_tokens/weight",
+        "layers_0/self_attn/qkv_proj/weight",
+        "layers_0/self_attn/o_proj/weight",
+        "layers_0/mlp/gate_up_proj/weight",
+        "layers_0/mlp/down_proj/weight",
+    ),
+}
+"""NVFP4 weights of each kind of engine: plain and fused linears, experts, heads free and tied."""
+
+
+# --- the hazard -------------------------------------------------------------------------------
+
+
+class AddressKeyedCache:
+    """What other engines do: repack on first use, remember the result by the weight's address."""
+
+    def __init__(self):
+        self._repacked = {}
+
+    def matmul(self, x, weight):
+        key = id(weight)
+        if key not in self._repacked:
+            self._repacked[key] = repack(weight)
+        return w4a16_matmul(x, self._repacked[key])
+
+
+def make_weight(seed: int) -> NVFP4Weight:
+    rng = np.random.default_rng(seed)
+    return NVFP4Weight(
+        packed=rng.integers(0, 256, (64, 32), np.uint8),
+        scale=rng.uniform(0.5, 2, (64, 4)).astype(ml_dtypes.float8_e4m3fn),
+        global_scale=np.float32(0.01),
+    )
+
+
+def make_weight_at(address: int, seed: int) -> NVFP4Weight:
+    """A weight whose ``id`` is ``address``, a freed one: the allocator hands it out again soon."""
+    misses = []
+    for _ in range(10_000):
+        weight = make_weight(seed)
+        if id(weight) == address:
+            return weight
+        misses.append(weight)  # kept alive, so that the next one must lie elsewhere
+    raise AssertionError("the address was not recycled")
+
+
+def test_an_address_keyed_cache_serves_the_dead_engines_weight():
+    cache = AddressKeyedCache()
+    x = jnp.cos(jnp.arange(64, dtype=jnp.float32))[None]
+    first = make_weight(seed=1)
+    address = id(first)
+    first_answer = np.asarray(cache.matmul(x, first))
+    del first
+    gc.collect()
+
+    second = make_weight_at(address, seed=2)
+    assert id(second) == address
+    answer = np.asarray(cache.matmul(x, second))
+
+    np.testing.assert_array_equal(answer, first_answer)  # right shape, right dtype, wrong numbers
+    right = np.asarray(x @ dequantize(jax.tree.map(jnp.asarray, second)).T)
+    np.testing.assert_allclose(np.asarray(w4a16_matmul(x, repack(second))), right, rtol=1e-5)
+    assert np.abs(answer - right).max() > 0.1 * np.abs(right).max()
+
+
+# --- its absence ------------------------------------------------------------------------------
+
+
+def quantized_head(tensors: dict, rng: np.random.Generator) -> None:
+    """Puts a random NVFP4 matrix in place of the output head."""
+    n, k = tensors["lm_head.weight"].shape
+    tensors["lm_head.weight"] = rng.integers(0, 256, (n, k // 2), np.uint8)
+    scale = rng.uniform(0.5, 2, (n, k // 16)).astype(ml_dtypes.float8_e4m3fn)
+    tensors["lm_head.weight_scale"] = scale
+    tensors["lm_head.weight_scale_2"] = np.asarray(0.02, np.float32)
+
+
+def make_checkpoint(folder: Path, oracles: Path, kind: str, seed: int) -> Path:
+    """A checkpoint with fixed shapes whose NVFP4 values depend on ``seed``."""
+    name = {"experts": "qwen3moe-modelopt", "tied": "llama-lmhead-modelopt"}[kind]
+    folder.mkdir(parents=True)
+    for file in ("config.json", "hf_quant_config.json", "generation_config.json"):
+        shutil.copy(oracles / name / file, folder)
+    files = TensorFiles.open(oracles / name)
+    tensors = {key: files.read(key) for key in files.names()}
+    rng = np.random.default_rng(seed)
+    if kind == "experts":
+        quantized_head(tensors, rng)
+        quant = json.loads((folder / "hf_quant_config.json").read_text())
+        quant["quantization"]["exclude_modules"].remove("lm_head")
+        (folder / "hf_quant_config.json").write_text(json.dumps(quant))
+    else:
+        del tensors["model.embed_tokens.weight"]
+        for leaf in ("weight", "weight_scale", "weight_scale_2"):
+            tensors[f"model.embed_tokens.{leaf}"] = tensors.pop(f"lm_head.{leaf}")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    for key, value in tensors.items():
+        if value.dtype == np.uint8:
+            tensors[key] = rng.permutation(value.reshape(-1)).reshape(value.shape)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["experts", "tied"])
+def engines(request, tmp_path_factory, oracles):
+    """Kind, two checkpoints of the same shapes, and what each gives in a process of its own."""
+    root = tmp_path_factory.mktemp(request.param)
+    paths = [make_checkpoint(root / f"{i}", oracles, request.param, seed=i) for i in range(2)]
+    script = str(HERE / "engine_outputs.py")
+    children = [
+        subprocess.Popen(
+            [sys.executable, script, str(path), str(path / "alone.npz")], env=os.environ
+        )
+        for path in paths
+    ]
+    assert [child.wait(timeout=300) for child in children] == [0, 0]
+    return request.param, paths, [dict(np.load(path / "alone.npz")) for path in paths]
+
+
+def load(path: Path) -> fp4jax.Model:
+    return fp4jax.load_model(path, dtype="float32", progress=False)
+
+
+def assert_same(found: dict, alone: dict) -> None:
+    """Bit for bit."""
+    for name, value in found.items():
+        assert value.tobytes() == alone[name].tobytes(), name
+
+
+def live() -> tuple[int, int]:
+    gc.collect()
+    arrays = jax.live_arrays()
+    return len(arrays), sum(array.nbytes for array in arrays)
+
+
+class Compilations:
+    """Counts what XLA compiles while it is open."""
+
+    def __enter__(self):
+        self.count = 0
+        self._open = True
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        return self
+
+    def _on_event(self, name, seconds, **_):
+        if self._open and name.endswith("backend_compile_duration"):
+            self.count += 1
+
+    def __exit__(self, *_):
+        self._open = False
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+
+def test_the_two_engines_differ_in_every_consumer(engines):
+    kind, _, alone = engines
+    assert [n for n in alone[0] if n.startswith("consumer")] == [
+        f"consumer {name}" for name in sorted(CONSUMERS[kind])
+    ]
+    for name, value in alone[0].items():
+        assert value.shape == alone[1][name].shape
+        assert not np.array_equal(value, alone[1][name]), name
+
+
+def test_a_second_engine_after_the_first_is_gone(engines):
+    _, paths, alone = engines
+    load(paths[0])(np.asarray([[1, 2]]))  # constants that JAX itself makes once
+    at_start = live()
+    first = load(paths[0])
+    first_id = first.engine_id
+    assert_same(engine_outputs(first), alone[0])
+    del first
+    assert live() == at_start
+
+    traces = forward._cache_size()
+    with Compilations() as compiled:
+        second = load(paths[1])
+        assert second.engine_id != first_id
+        assert_same(engine_outputs(second), alone[1])
+    assert (forward._cache_size(), compiled.count) == (traces, 0)
+    del second
+    assert live() == at_start
+
+    again = load(paths[0])
+    assert again.engine_id == first_id
+    assert_same(engine_outputs(again), alone[0])
+
+
+def test_interleaved_engines(engines):
+    _, paths, alone = engines
+    models = [load(path) for path in paths]
+    for _ in range(2):
+        for model, expected in zip(models, alone, strict=True):
+            assert_same(engine_outputs(model), expected)
+    sessions = [
+        [
+            iter(fp4jax.stream_generate(model, NoText(), list(PROMPTS[0]), ignore_eos=True,
+                                        max_tokens=NEW_TOKENS))
+            for model in models
+        ]
+    ]  # fmt: skip
+    tokens = [[next(stream).token for stream in sessions[0]] for _ in range(NEW_TOKENS)]
+    for i, expected in enumerate(alone):
+        assert [step[i] for step in tokens] == expected["greedy tokens"][0].tolist()
+
+
+def test_two_threads(engines):
+    _, paths, alone = engines
+    models = [load(path) for path in paths]
+    start = threading.Barrier(2)
+    found: list[list[dict]] = [[], []]
+
+    def run(which: int) -> None:
+        start.wait(timeout=60)
+        for _ in range(4):
+            found[which].append(generation_outputs(models[which]))
+
+    threads = [threading.Thread(target=run, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+    for which, expected in enumerate(alone):
+        assert len(found[which]) == 4
+        for outputs in found[which]:
+            assert_same(outputs, expected)
+
+
+def test_swapping_the_tree_swaps_the_engine(engines):
+    """The tree is the engine: one module serves both, and nothing stays behind."""
+    _, paths, alone = engines
+    first, second = (load(path) for path in paths)
+    assert first.module == second.module and hash(first.module) == hash(second.module)
+    swapped = fp4jax.Model(first.module, second.params, first.eos_token_ids)
+    assert swapped.engine_id == second.engine_id != first.engine_id
+    assert_same(generation_outputs(swapped), alone[1])
+    assert_same(generation_outputs(first), alone[0])
+
+
+class NoText:
+    """Stands where a tokenizer is asked for though only ids matter."""
+
+    eos_token_ids = ()
+
+    def encode(self, text):
+        raise AssertionError(text)
+
+    def encode_chat(self, messages):
+        raise AssertionError(messages)
+
+    def detokenizer(self):
+        return self
+
+    def add(self, token):
+        return ""
+
+    def flush(self):
+        return ""
