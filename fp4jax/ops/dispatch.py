@@ -209,7 +209,9 @@ def _refuse_lowering(ctx, x, *, message, shape, dtype):
 mlir.register_lowering(_refuse_p, _refuse_lowering)
 
 
-def check_operands(op: str, x: Float[Array, "*m k"], w: MarlinWeight, out_dtype) -> jnp.dtype:
+def check_operands(
+    op: str, x: Float[Array, "*m k"] | jax.ShapeDtypeStruct, w: MarlinWeight, out_dtype
+) -> jnp.dtype:
     """Refuses operands that no backend could serve; gives the result's dtype.
 
     Raises:
@@ -232,7 +234,11 @@ def check_operands(op: str, x: Float[Array, "*m k"], w: MarlinWeight, out_dtype)
 
 
 def make_spec(
-    op: str, x: Float[Array, "*m k"], w: MarlinWeight, out_dtype: jnp.dtype, m: int
+    op: str,
+    x: Float[Array, "*m k"] | jax.ShapeDtypeStruct,
+    w: MarlinWeight,
+    out_dtype: jnp.dtype,
+    m: int,
 ) -> MatmulSpec:
     """The spec of a checked call, on the platform that :func:`platform_of` finds."""
     platform, kind = platform_of(x)
