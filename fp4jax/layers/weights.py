@@ -17,6 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from fp4jax import marlin
 from fp4jax.marlin import MarlinWeight
+from fp4jax.ops.dense_matmul import dense_matmul
+from fp4jax.ops.dense_matmul.xla import dot_xla
+from fp4jax.ops.grouped import loop_over_groups
 from fp4jax.ops.w4a16_grouped_matmul import w4a16_grouped_matmul
 from fp4jax.ops.w4a16_matmul import w4a16_matmul
 
@@ -46,16 +49,7 @@ def matmul(
     """``x @ weight.T + bias``, f32 accumulation, in ``out_dtype`` (default ``x.dtype``)."""
     if isinstance(weight, MarlinWeight):
         return w4a16_matmul(x, weight, bias=bias, out_dtype=out_dtype)
-    y = jnp.einsum(
-        "...k,nk->...n",
-        x,
-        weight.astype(x.dtype),
-        preferred_element_type=jnp.float32,
-        precision=matmul_precision(x.dtype),
-    )
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)
-    return y.astype(out_dtype or x.dtype)
+    return dense_matmul(x, weight, bias=bias, out_dtype=out_dtype)
 
 
 def grouped_matmul(
@@ -64,14 +58,27 @@ def grouped_matmul(
     """Rows of ``x``, sorted by expert, times their expert's matrix."""
     if isinstance(weight, MarlinWeight):
         return w4a16_grouped_matmul(x, weight, group_sizes)
-    y = jax.lax.ragged_dot(
+    y = jax.lax.platform_dependent(
+        x, weight.astype(x.dtype), group_sizes, cpu=_grouped_dot_cpu, default=_grouped_dot
+    )
+    return y.astype(x.dtype)
+
+
+def _grouped_dot(x: Array, weight: Array, group_sizes: Array) -> Array:
+    return jax.lax.ragged_dot(
         x,
-        weight.astype(x.dtype).swapaxes(-1, -2),
+        weight.swapaxes(-1, -2),
         group_sizes,
         preferred_element_type=jnp.float32,
         precision=matmul_precision(x.dtype),
     )
-    return y.astype(x.dtype)
+
+
+def _grouped_dot_cpu(x: Array, weight: Array, group_sizes: Array) -> Array:
+    # The CPU backend's own ragged_dot multiplies every row with every expert.
+    return loop_over_groups(
+        x, group_sizes, weight.shape[1], lambda e: weight[e], dot_xla, jnp.float32
+    )
 
 
 def embed(
