@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8, UInt16, UInt32
 
+from fp4jax.checksums import checksum, checksum_parts, combine_checksums, words_of_bytes
 from fp4jax.errors import FormatError
 from fp4jax.nvfp4 import (
     BLOCK_SIZE,
@@ -39,7 +40,6 @@ from fp4jax.nvfp4 import (
     canonicalize,
     decode_e2m1,
     pack_codes,
-    unpack_codes,
 )
 
 LAYOUT = "k64.v1"
@@ -101,52 +101,6 @@ class MarlinWeight:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
 
-def _fmix(h: UInt32[Array, "*s"]) -> UInt32[Array, "*s"]:
-    # Murmur3's 32-bit finalizer: full avalanche, so position and value mix.
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)
-
-
-def checksum(x: Array) -> UInt32[Array, "4"]:
-    """128-bit content checksum of one array's bits, shape and dtype; order matters.
-
-    A sum of position-salted mixes, so it is one parallel reduction on any backend and exact
-    (integer) on all of them.
-    """
-    salt = hash_text(f"{x.dtype.name}{x.shape}")
-    if x.dtype.itemsize == 1:
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint8)
-        if bits.shape[-1:] and bits.shape[-1] % 4 == 0:
-            bits = jax.lax.bitcast_convert_type(bits.reshape(-1, 4), jnp.uint32)
-    else:
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
-    bits = bits.reshape(-1).astype(jnp.uint32)
-    index = jax.lax.iota(jnp.uint32, bits.size)
-
-    def lane(seed: int) -> UInt32[Array, ""]:
-        key = jnp.uint32((salt + seed * 0x9E3779B9) & 0xFFFFFFFF)
-        return jnp.sum(_fmix(bits ^ _fmix(index ^ key)), dtype=jnp.uint32)
-
-    return jnp.stack([lane(seed) for seed in range(1, 5)])
-
-
-def hash_text(text: str) -> int:
-    """FNV-1a, 32 bits: a stable salt (Python's own ``hash`` differs between processes)."""
-    value = 0x811C9DC5
-    for byte in text.encode():
-        value = ((value ^ byte) * 0x01000193) & 0xFFFFFFFF
-    return value
-
-
-def combine_checksums(parts: Sequence[UInt32[Array, "4"]]) -> UInt32[Array, "4"]:
-    """One checksum of several, in order."""
-    total = jnp.zeros(4, jnp.uint32)
-    for part in parts:
-        total = _fmix(total * jnp.uint32(0x01000193) ^ part)
-    return total
-
-
 def encode_scale(scale: Array) -> UInt8[Array, "*shape"]:
     """f8e4m3fn (finite, not negative) to S0E5M3 bytes; 0 becomes :data:`ZERO_SCALE`."""
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint8)
@@ -167,23 +121,19 @@ def _scale_to_e4m3(scales: UInt8[Array, "*shape"]) -> Array:
     return value.astype(jnp.float8_e4m3fn)
 
 
-def pad_rows_and_k(
-    codes: UInt8[Array, "n k"], scale_bytes: UInt8[Array, "n groups"]
-) -> tuple[UInt8[Array, "rows k_pad"], UInt8[Array, "rows g_pad"]]:
-    """Pads codes with 0 and scales with :data:`ZERO_SCALE` to the layout's multiples."""
-    n, k = codes.shape
-    rows = _round_up(n, ROW_MULTIPLE) - n
-    codes = jnp.pad(codes, ((0, rows), (0, _round_up(k, K_MULTIPLE) - k)))
-    groups = scale_bytes.shape[1]
-    pad = ((0, rows), (0, _round_up(groups, SCALE_MULTIPLE) - groups))
-    return codes, jnp.pad(scale_bytes, pad, constant_values=ZERO_SCALE)
+def _interleave(packed: UInt8[Array, "n k_half"]) -> UInt16[Array, "n words"]:
+    """Layout words, K padded with code 0. Works on packed pairs: no byte a code is written out."""
+    n, half = packed.shape
+    tiles = -(-half // (K_MULTIPLE // 2))
+    packed = jnp.pad(packed, ((0, 0), (0, tiles * (K_MULTIPLE // 2) - half)))
+    planes = packed.reshape(n, tiles, 4, 8)
 
+    def word(codes: UInt8[Array, "n tiles 4 8"]) -> UInt16[Array, "n tiles 8"]:
+        plane = codes.astype(jnp.uint16)
+        return plane[:, :, 0] | plane[:, :, 1] << 4 | plane[:, :, 2] << 8 | plane[:, :, 3] << 12
 
-def _interleave(codes: UInt8[Array, "rows k_pad"]) -> UInt16[Array, "rows words"]:
-    rows, k = codes.shape
-    planes = codes.reshape(rows, k // 64, 4, 16).astype(jnp.uint16)
-    word = planes[:, :, 0] | planes[:, :, 1] << 4 | planes[:, :, 2] << 8 | planes[:, :, 3] << 12
-    return word.reshape(rows, k // 4)
+    even, odd = word(planes & jnp.uint8(0xF)), word(planes >> jnp.uint8(4))
+    return jnp.stack([even, odd], axis=-1).reshape(n, tiles * 16)
 
 
 def word_codes(words: UInt16[Array, "*lead words"]) -> UInt8[Array, "*lead k_pad"]:
@@ -195,22 +145,42 @@ def word_codes(words: UInt16[Array, "*lead words"]) -> UInt8[Array, "*lead k_pad
     return planes.reshape(*lead, w * 4).astype(jnp.uint8)
 
 
+def _packed_checksum(weight: NVFP4Weight) -> UInt32[Array, "4"]:
+    """``checksum(canonicalize(weight).packed)``, without writing the canonical codes out."""
+    packed, scale = weight.packed.reshape(-1), weight.scale.reshape(-1)
+    block = BLOCK_SIZE // 8  # words
+
+    def read(start: Array, size: int) -> UInt32[Array, " size"]:
+        part = dataclasses.replace(
+            weight,
+            packed=jax.lax.dynamic_slice_in_dim(packed, 4 * start, 4 * size)[None],
+            scale=jax.lax.dynamic_slice_in_dim(scale, start // block, size // block)[None],
+        )
+        return words_of_bytes(canonicalize(part).packed.reshape(-1))
+
+    return checksum_parts(weight.packed, packed.size // 4, read)
+
+
 def _repack_matrix(weights: Sequence[NVFP4Weight]) -> MarlinWeight:
-    clean = [canonicalize(w) for w in weights]
-    codes = jnp.concatenate([unpack_codes(w.packed) for w in clean])
-    scales = jnp.concatenate([encode_scale(w.scale) for w in clean])
-    codes, scales = pad_rows_and_k(codes, scales)
+    words = jnp.concatenate([_interleave(canonicalize(w).packed) for w in weights])
+    scales = jnp.concatenate([encode_scale(w.scale) for w in weights])
+    rows = (0, _round_up(words.shape[0], ROW_MULTIPLE) - words.shape[0])
+    groups = (0, _round_up(scales.shape[1], SCALE_MULTIPLE) - scales.shape[1])
     fingerprint = combine_checksums(
-        [checksum(leaf) for w in clean for leaf in (w.packed, w.scale, w.global_scale)]
+        [
+            part
+            for w in weights
+            for part in (_packed_checksum(w), checksum(w.scale), checksum(w.global_scale))
+        ]
     )
     return MarlinWeight(
-        words=_interleave(codes),
-        scales=scales,
-        global_scale=jnp.stack([w.global_scale for w in clean]),
+        words=jnp.pad(words, (rows, (0, 0))),
+        scales=jnp.pad(scales, (rows, groups), constant_values=ZERO_SCALE),
+        global_scale=jnp.stack([w.global_scale for w in weights]),
         fingerprint=fingerprint,
-        shards=tuple(w.n for w in clean),
-        k=clean[0].k,
-        global_is_divisor=clean[0].global_is_divisor,
+        shards=tuple(w.n for w in weights),
+        k=weights[0].k,
+        global_is_divisor=weights[0].global_is_divisor,
     )
 
 
