@@ -11,6 +11,8 @@ the files that ``nvidia-modelopt`` and ``compressed-tensors`` write.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +26,17 @@ BLOCK_SIZE = 16
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
+E4M3_TINY = 2.0**-9
+
+Convention = Literal["modelopt", "compressed-tensors"]
+"""Whose arithmetic :func:`quantize` follows, and so what the global scale means."""
+
+SMALLEST_AMAX = 2.0**-105
+"""Below this a matrix counts as zero: its scales would fall out of f32's normal range."""
 
 # Python floats, not an array: a module holds no device state.
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_VALUES = (*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES))
 """Value of each 4-bit code; bit 3 is the sign."""
 
 
@@ -92,7 +102,7 @@ def effective_scale(weight: NVFP4Weight) -> Float32[Array, "*stack n groups"]:
     """f32 scale of each block, the global scale applied the way the checkpoint means it."""
     scale = weight.scale.astype(jnp.float32)
     global_scale = weight.global_scale[..., None, None]
-    return scale / global_scale if weight.global_is_divisor else scale * global_scale
+    return _divide(scale, global_scale) if weight.global_is_divisor else scale * global_scale
 
 
 def dequantize(weight: NVFP4Weight, dtype=jnp.float32) -> Float[Array, "*stack n k"]:
@@ -132,7 +142,9 @@ def validate(weight: NVFP4Weight, name: str = "weight") -> None:
     if packed.ndim < 2:
         raise FormatError(f"{name}: packed codes must be [..., N, K/2], found {packed.shape}")
     if weight.k % BLOCK_SIZE:
-        raise FormatError(f"{name}: K = {weight.k} is not a multiple of the block size {BLOCK_SIZE}")
+        raise FormatError(
+            f"{name}: K = {weight.k} is not a multiple of the block size {BLOCK_SIZE}"
+        )
     want = (*packed.shape[:-1], weight.k // BLOCK_SIZE)
     if scale.shape != want:
         raise FormatError(
@@ -154,3 +166,181 @@ def validate(weight: NVFP4Weight, name: str = "weight") -> None:
     values = np.asarray(global_scale, np.float32)
     if not np.all(np.isfinite(values) & (values > 0)):
         raise FormatError(f"{name}: global scale must be finite and positive, found {values}")
+
+
+def global_scale_of(
+    amax: Float[Array, "*stack"], convention: Convention = "modelopt"
+) -> Float32[Array, "*stack"]:
+    """The global scale that a quantizer derives from the largest magnitude of a matrix.
+
+    ModelOpt takes ``amax / (6 * 448)``, in f32, and multiplies by it. compressed-tensors takes
+    ``6 * 448 / amax`` in the dtype of the weights (as ``reciprocal(amax) * 2688``, rounded after
+    each step; 1 where that overflows) and divides by it. Either maps ``amax`` to the largest code
+    under the largest block scale.
+
+    Args:
+      amax: largest magnitude, in the dtype of the weights. Matrices that will be fused share one
+        global scale: give the maximum over all of them.
+      convention: which tool's arithmetic.
+
+    Returns:
+      The number as that tool stores it; 1 where ``amax`` is below :data:`SMALLEST_AMAX`, which
+      ModelOpt turns into NaN.
+    """
+    dtype, amax = amax.dtype, amax.astype(jnp.float32)
+    limit = E2M1_MAX * E4M3_MAX
+    if _is_divisor(convention):
+        tiny = float(jnp.finfo(dtype).tiny)
+        reciprocal = _round_to(_divide(jnp.ones_like(amax), jnp.maximum(amax, tiny)), dtype)
+        scale = _round_to(reciprocal * limit, dtype)
+    else:
+        scale = _divide(amax, jnp.float32(limit))
+    usable = (amax >= SMALLEST_AMAX) & jnp.isfinite(scale)
+    return jnp.where(usable, scale, jnp.float32(1))
+
+
+def quantize(
+    w: Float[Array, "*stack n k"],
+    *,
+    convention: Convention = "modelopt",
+    global_scale: Float32[Array, "*#stack"] | None = None,
+) -> NVFP4Weight:
+    """Quantizes a matrix, or a stack of them, to NVFP4 by round-to-nearest. Jitted.
+
+    Bit for bit what ModelOpt's checkpoint export (``weight``, ``weight_scale``,
+    ``weight_scale_2``) or llmcompressor's ``nvfp4-pack-quantized`` (``weight_packed``,
+    ``weight_scale``, ``weight_global_scale``) writes for the same matrix, for f32, bf16 and f16
+    weights. They differ in more than the meaning of the global scale: compressed-tensors rounds
+    intermediate values to the dtype of the weights, and zero blocks get the scale 1 from ModelOpt
+    and 0.125 from compressed-tensors. Codes round to nearest, ties to even, and a negative value
+    that rounds to zero becomes -0. ModelOpt has no valid output for a zero matrix; it gets zero
+    codes here.
+
+    Args:
+      w: ``[..., N, K]``, f32, bf16 or f16, finite and below 2**126; K is a multiple of 16.
+      convention: ``"modelopt"`` or ``"compressed-tensors"``.
+      global_scale: f32 ``[...]``, as the convention stores it; by default from each matrix's own
+        amax. Give :func:`global_scale_of` the amax of all partners where several will be fused.
+
+    Returns:
+      The weight; ``global_is_divisor`` tells the convention.
+
+    Raises:
+      FormatError: K is not a multiple of 16, the dtype is not one of the three, the convention is
+        unknown, the global scale does not fit, or (where values are known, so not under a
+        transformation) there is a NaN, an infinity or a magnitude from 2**126 on.
+    """
+    _is_divisor(convention)
+    if w.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise FormatError(f"quantize needs f32, bf16 or f16 weights, found {w.dtype}; convert them")
+    if w.ndim < 2 or w.shape[-1] % BLOCK_SIZE or not w.size:
+        raise FormatError(
+            f"quantize needs [..., N, K] with K a positive multiple of {BLOCK_SIZE}, found "
+            f"{list(w.shape)}; pad K with zeros or leave this tensor unquantized"
+        )
+    if global_scale is not None:
+        global_scale = jnp.asarray(global_scale, jnp.float32)
+        if global_scale.shape not in ((), w.shape[:-2]):
+            raise FormatError(
+                f"global scale has shape {list(global_scale.shape)}, {list(w.shape)} needs "
+                f"{list(w.shape[:-2])} or one for all"
+            )
+    if not isinstance(w, jax.core.Tracer):
+        largest = float(jnp.max(jnp.abs(w)).astype(jnp.float32))
+        if not largest < 2.0**126:
+            raise FormatError(
+                f"quantize needs finite weights below 2**126, found {largest}; the tensor is "
+                "damaged, or was read in the wrong dtype"
+            )
+    return _quantize(w, global_scale, convention)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _quantize(w: Array, global_scale: Array | None, convention: Convention) -> NVFP4Weight:
+    divisor = _is_divisor(convention)
+    stack, (n, k) = w.shape[:-2], w.shape[-2:]
+    blocks = w.reshape(*stack, n, k // BLOCK_SIZE, BLOCK_SIZE)
+    block_amax = jnp.max(jnp.abs(blocks), axis=-1)
+    if global_scale is None:
+        global_scale = global_scale_of(jnp.max(block_amax, axis=(-2, -1)), convention)
+    global_scale = jnp.broadcast_to(global_scale, stack)
+    factor = global_scale[..., None, None]
+
+    amax = block_amax.astype(jnp.float32)
+    if divisor:
+        scale = factor * _round_to(_divide(amax, jnp.float32(E2M1_MAX)), w.dtype)
+        scale_bits = _encode_e4m3(jnp.minimum(scale, E4M3_MAX))
+        scale_bits = jnp.where(scale_bits == 0, jnp.uint8(0x20), scale_bits)  # 0.125
+    else:
+        scale = _divide(amax, E2M1_MAX * factor)
+        scale_bits = _encode_e4m3(jnp.clip(scale, E4M3_TINY, E4M3_MAX))
+        scale_bits = jnp.where(_is_nonzero(amax), scale_bits, jnp.uint8(0x38))  # 1
+    block_scale = jax.lax.bitcast_convert_type(scale_bits, jnp.float8_e4m3fn)
+
+    effective = block_scale.astype(jnp.float32)
+    effective = _divide(effective, factor) if divisor else effective * factor
+    values = blocks.astype(jnp.float32)
+    codes = _encode_e2m1(_divide(jnp.abs(values), effective[..., None]))
+    # The sign bit of anything but zero itself: a quotient could have been flushed to zero.
+    negative = (jax.lax.bitcast_convert_type(values, jnp.int32) < 0) & _is_nonzero(values)
+    codes = (codes | (negative.astype(jnp.uint8) << jnp.uint8(3))).reshape(w.shape)
+    return NVFP4Weight(pack_codes(codes), block_scale, global_scale, global_is_divisor=divisor)
+
+
+def _is_divisor(convention: str) -> bool:
+    if convention not in ("modelopt", "compressed-tensors"):
+        raise FormatError(
+            f"unknown convention {convention!r}; use 'modelopt' or 'compressed-tensors'"
+        )
+    return convention == "compressed-tensors"
+
+
+def _divide(a: Array, b: Array) -> Array:
+    # XLA turns x / c and x / broadcast(y) into products with a reciprocal, and x / (s / g) into
+    # (x * g) / s. Each rounds differently; behind the barrier the division stays as written.
+    return a / jax.lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
+
+
+def _is_nonzero(x: Float32[Array, "*s"]) -> Array:
+    # From the bits, because XLA's CPU backend compares subnormals as zero.
+    return jax.lax.bitcast_convert_type(x, jnp.uint32) << 1 != 0
+
+
+def _round_to(x: Float32[Array, "*s"], dtype) -> Float32[Array, "*s"]:
+    """Non-negative f32 rounded to the values of ``dtype``; a convert pair could be elided."""
+    if dtype == jnp.float32:
+        return x
+    info = jnp.finfo(dtype)
+    rounded = jax.lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    if dtype != jnp.float16:
+        return rounded
+    # reduce_precision has no subnormals. f32 counts in steps of 2**-24 from 0.5 on, as they do.
+    steps = _steps_above(x, 0.5).astype(jnp.float32)
+    return jnp.where(x < float(info.tiny), steps * 2.0**-24, rounded)
+
+
+def _steps_above(x: Float32[Array, "*s"], base: float) -> Array:
+    """``x`` (small beside ``base``) in units of the last place of ``base``, ties to even."""
+    bits = jax.lax.bitcast_convert_type(x + base, jnp.uint32)
+    return bits - jax.lax.bitcast_convert_type(jnp.float32(base), jnp.uint32)
+
+
+def _encode_e4m3(x: Float32[Array, "*s"]) -> UInt8[Array, "*s"]:
+    """Bits of f32 values in [0, 448] rounded to e4m3, ties to even.
+
+    In integers: a backend may convert f32 to f8 by way of f16, rounding twice.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    even = (bits >> 20) & 1
+    normal = ((bits + even + 0x7FFFF) >> 20) - ((127 - 7) << 3)
+    subnormal = _steps_above(x, 2.0**14)  # whose last place is 2**-9
+    return jnp.where(x < 2.0**-6, subnormal, normal).astype(jnp.uint8)
+
+
+def _encode_e2m1(magnitude: Float32[Array, "*s"]) -> UInt8[Array, "*s"]:
+    """Magnitude code, ties to the even one, saturating at 6."""
+    code = jnp.zeros(magnitude.shape, jnp.uint8)
+    for i, (low, high) in enumerate(zip(E2M1_MAGNITUDES, E2M1_MAGNITUDES[1:], strict=False)):
+        middle = (low + high) / 2
+        code += (magnitude > middle if i % 2 == 0 else magnitude >= middle).astype(jnp.uint8)
+    return code
