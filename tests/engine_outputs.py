@@ -17,7 +17,7 @@ from fp4jax.model import Model
 from fp4jax.ops.w4a16_grouped_matmul import w4a16_grouped_matmul
 from fp4jax.ops.w4a16_matmul import w4a16_matmul
 
-PROMPTS = ([5, 9, 200, 31, 7], [17, 3])
+PROMPTS = ((5, 9, 200, 31, 7), (17, 3))
 NEW_TOKENS = 8
 
 

@@ -4,7 +4,7 @@ The hazard that this package exists to rule out, first on record with a small ca
 that other engines have, then the same scenario through ``load`` and ``generate``.
 """
 
-# fp4jax: allow-file ES001, ES002 (the hazard on record)
+# fp4jax: allow-file ES002 (the hazard on record)
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ from fp4jax.ops.w4a16_grouped_matmul.xla import FUSED_PAIRS
 
 BF16 = ml_dtypes.bfloat16
 
-CASES = [
+CASES = (
     # group sizes; rows; shards; K
-    ([1, 0, 2, 0], 3, (24,), 48),  # the loop over rows, empty groups
-    ([0, 3, 0, 2], 8, (16, 16), 64),  # rows past the last group
-    ([5, 0, 130, 0, 9], 144, (40,), 80),  # the loop over experts, several blocks in one
-    ([0, 0, 0, FUSED_PAIRS + 1, 0], FUSED_PAIRS + 9, (8, 8), 16),
-    ([0, 0], FUSED_PAIRS + 1, (8,), 16),  # nobody routed anywhere
-]
+    ((1, 0, 2, 0), 3, (24,), 48),  # the loop over rows, empty groups
+    ((0, 3, 0, 2), 8, (16, 16), 64),  # rows past the last group
+    ((5, 0, 130, 0, 9), 144, (40,), 80),  # the loop over experts, several blocks in one
+    ((0, 0, 0, FUSED_PAIRS + 1, 0), FUSED_PAIRS + 9, (8, 8), 16),
+    ((0, 0), FUSED_PAIRS + 1, (8,), 16),  # nobody routed anywhere
+)
 
 
 @pytest.mark.parametrize(("sizes", "rows", "shards", "k"), CASES)

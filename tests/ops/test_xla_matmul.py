@@ -15,14 +15,14 @@ from fp4jax.ops.w4a16_matmul.xla import FUSED_ROWS
 
 BF16 = ml_dtypes.bfloat16
 
-SHAPES = [
+SHAPES = (
     # M, shards, K: the fused loop's one, some and most rows; the decoding form; odd N; long K
     (1, (64,), 64),
     (3, (301,), 16),
     (FUSED_ROWS, (48, 16, 16), 1856),
     (FUSED_ROWS + 1, (388,), 272),
     (70, (24, 40), 576),
-]
+)
 
 
 @pytest.mark.parametrize("divisor", [False, True])

@@ -117,10 +117,12 @@ def fused_rows(
         ss = scale[:, :, start:stop].reshape(b, rows, count, per, 4, 1)
         xs = x[:, :, start:stop].reshape(m, 1, count, per, 4, LANES)
         planes = [
-            _sum_in_order([
-                _plane(ws[:, :, :, t], j) * ss[:, :, :, t, j] * xs[:, :, :, t, j]
-                for t in range(per)
-            ])
+            _sum_in_order(
+                [
+                    _plane(ws[:, :, :, t], j) * ss[:, :, :, t, j] * xs[:, :, :, t, j]
+                    for t in range(per)
+                ]
+            )
             for j in range(4)
         ]
         lanes = _sum(planes).reshape(m * rows * count, LANES)
@@ -156,9 +158,7 @@ def decode_fast(words: Array, scales: Array, dtype) -> Float[Array, "rows k_pad"
     return values.reshape(rows, tiles * TILE).astype(dtype)
 
 
-def decoded_dot(
-    x: Float[Array, "m k"], decoded: Float[Array, "n k"]
-) -> Float32[Array, "m n"]:
+def decoded_dot(x: Float[Array, "m k"], decoded: Float[Array, "n k"]) -> Float32[Array, "m n"]:
     """``x @ decoded.T`` accumulated in f32; f32 operands at full precision."""
     return lax.dot_general(
         x,
