@@ -24,7 +24,6 @@ a decoded copy of the model.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, UInt8, UInt16
