@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, UInt8
 
 from fp4jax.errors import FormatError
+from fp4jax.rounding import encode_e2m1, encode_e4m3, exact_divide, is_nonzero, round_to
 
 BLOCK_SIZE = 16
 """Elements along K that share one block scale."""
@@ -35,8 +36,12 @@ SMALLEST_AMAX = 2.0**-105
 """Below this a matrix counts as zero: its scales would fall out of f32's normal range."""
 
 # Python floats, not an array: a module holds no device state.
-E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_VALUES = (*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES))
+# fmt: off
+E2M1_VALUES = (
+    0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0,
+    -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
+)
+# fmt: on
 """Value of each 4-bit code; bit 3 is the sign."""
 
 
@@ -102,7 +107,7 @@ def effective_scale(weight: NVFP4Weight) -> Float32[Array, "*stack n groups"]:
     """f32 scale of each block, the global scale applied the way the checkpoint means it."""
     scale = weight.scale.astype(jnp.float32)
     global_scale = weight.global_scale[..., None, None]
-    return _divide(scale, global_scale) if weight.global_is_divisor else scale * global_scale
+    return exact_divide(scale, global_scale) if weight.global_is_divisor else scale * global_scale
 
 
 def dequantize(weight: NVFP4Weight, dtype=jnp.float32) -> Float[Array, "*stack n k"]:
@@ -148,7 +153,7 @@ def validate(weight: NVFP4Weight, name: str = "weight") -> None:
     want = (*packed.shape[:-1], weight.k // BLOCK_SIZE)
     if scale.shape != want:
         raise FormatError(
-            f"{name}: block scales have shape {scale.shape}, packed codes {packed.shape} need {want}"
+            f"{name}: block scales have shape {scale.shape}, codes {packed.shape} need {want}"
         )
     if global_scale.shape != packed.shape[:-2]:
         raise FormatError(
@@ -191,10 +196,10 @@ def global_scale_of(
     limit = E2M1_MAX * E4M3_MAX
     if _is_divisor(convention):
         tiny = float(jnp.finfo(dtype).tiny)
-        reciprocal = _round_to(_divide(jnp.ones_like(amax), jnp.maximum(amax, tiny)), dtype)
-        scale = _round_to(reciprocal * limit, dtype)
+        reciprocal = round_to(exact_divide(jnp.ones_like(amax), jnp.maximum(amax, tiny)), dtype)
+        scale = round_to(reciprocal * limit, dtype)
     else:
-        scale = _divide(amax, jnp.float32(limit))
+        scale = exact_divide(amax, jnp.float32(limit))
     usable = (amax >= SMALLEST_AMAX) & jnp.isfinite(scale)
     return jnp.where(usable, scale, jnp.float32(1))
 
@@ -268,21 +273,21 @@ def _quantize(w: Array, global_scale: Array | None, convention: Convention) -> N
 
     amax = block_amax.astype(jnp.float32)
     if divisor:
-        scale = factor * _round_to(_divide(amax, jnp.float32(E2M1_MAX)), w.dtype)
-        scale_bits = _encode_e4m3(jnp.minimum(scale, E4M3_MAX))
+        scale = factor * round_to(exact_divide(amax, jnp.float32(E2M1_MAX)), w.dtype)
+        scale_bits = encode_e4m3(jnp.minimum(scale, E4M3_MAX))
         scale_bits = jnp.where(scale_bits == 0, jnp.uint8(0x20), scale_bits)  # 0.125
     else:
-        scale = _divide(amax, E2M1_MAX * factor)
-        scale_bits = _encode_e4m3(jnp.clip(scale, E4M3_TINY, E4M3_MAX))
-        scale_bits = jnp.where(_is_nonzero(amax), scale_bits, jnp.uint8(0x38))  # 1
+        scale = exact_divide(amax, E2M1_MAX * factor)
+        scale_bits = encode_e4m3(jnp.clip(scale, E4M3_TINY, E4M3_MAX))
+        scale_bits = jnp.where(is_nonzero(amax), scale_bits, jnp.uint8(0x38))  # 1
     block_scale = jax.lax.bitcast_convert_type(scale_bits, jnp.float8_e4m3fn)
 
     effective = block_scale.astype(jnp.float32)
-    effective = _divide(effective, factor) if divisor else effective * factor
+    effective = exact_divide(effective, factor) if divisor else effective * factor
     values = blocks.astype(jnp.float32)
-    codes = _encode_e2m1(_divide(jnp.abs(values), effective[..., None]))
+    codes = encode_e2m1(exact_divide(jnp.abs(values), effective[..., None]))
     # The sign bit of anything but zero itself: a quotient could have been flushed to zero.
-    negative = (jax.lax.bitcast_convert_type(values, jnp.int32) < 0) & _is_nonzero(values)
+    negative = (jax.lax.bitcast_convert_type(values, jnp.int32) < 0) & is_nonzero(values)
     codes = (codes | (negative.astype(jnp.uint8) << jnp.uint8(3))).reshape(w.shape)
     return NVFP4Weight(pack_codes(codes), block_scale, global_scale, global_is_divisor=divisor)
 
@@ -293,54 +298,3 @@ def _is_divisor(convention: str) -> bool:
             f"unknown convention {convention!r}; use 'modelopt' or 'compressed-tensors'"
         )
     return convention == "compressed-tensors"
-
-
-def _divide(a: Array, b: Array) -> Array:
-    # XLA turns x / c and x / broadcast(y) into products with a reciprocal, and x / (s / g) into
-    # (x * g) / s. Each rounds differently; behind the barrier the division stays as written.
-    return a / jax.lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
-
-
-def _is_nonzero(x: Float32[Array, "*s"]) -> Array:
-    # From the bits, because XLA's CPU backend compares subnormals as zero.
-    return jax.lax.bitcast_convert_type(x, jnp.uint32) << 1 != 0
-
-
-def _round_to(x: Float32[Array, "*s"], dtype) -> Float32[Array, "*s"]:
-    """Non-negative f32 rounded to the values of ``dtype``; a convert pair could be elided."""
-    if dtype == jnp.float32:
-        return x
-    info = jnp.finfo(dtype)
-    rounded = jax.lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-    if dtype != jnp.float16:
-        return rounded
-    # reduce_precision has no subnormals. f32 counts in steps of 2**-24 from 0.5 on, as they do.
-    steps = _steps_above(x, 0.5).astype(jnp.float32)
-    return jnp.where(x < float(info.tiny), steps * 2.0**-24, rounded)
-
-
-def _steps_above(x: Float32[Array, "*s"], base: float) -> Array:
-    """``x`` (small beside ``base``) in units of the last place of ``base``, ties to even."""
-    bits = jax.lax.bitcast_convert_type(x + base, jnp.uint32)
-    return bits - jax.lax.bitcast_convert_type(jnp.float32(base), jnp.uint32)
-
-
-def _encode_e4m3(x: Float32[Array, "*s"]) -> UInt8[Array, "*s"]:
-    """Bits of f32 values in [0, 448] rounded to e4m3, ties to even.
-
-    In integers: a backend may convert f32 to f8 by way of f16, rounding twice.
-    """
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    even = (bits >> 20) & 1
-    normal = ((bits + even + 0x7FFFF) >> 20) - ((127 - 7) << 3)
-    subnormal = _steps_above(x, 2.0**14)  # whose last place is 2**-9
-    return jnp.where(x < 2.0**-6, subnormal, normal).astype(jnp.uint8)
-
-
-def _encode_e2m1(magnitude: Float32[Array, "*s"]) -> UInt8[Array, "*s"]:
-    """Magnitude code, ties to the even one, saturating at 6."""
-    code = jnp.zeros(magnitude.shape, jnp.uint8)
-    for i, (low, high) in enumerate(zip(E2M1_MAGNITUDES, E2M1_MAGNITUDES[1:], strict=False)):
-        middle = (low + high) / 2
-        code += (magnitude > middle if i % 2 == 0 else magnitude >= middle).astype(jnp.uint8)
-    return code
