@@ -274,7 +274,7 @@ def decode(weight: MarlinWeight, dtype=jnp.float32) -> Float[Array, "*stack n k"
     return (values * jnp.repeat(scale, BLOCK_SIZE, axis=-1)).astype(dtype)
 
 
-def dequantize(weight: MarlinWeight, dtype=jnp.float32) -> Float[Array, "*stack n k"]:
+def dequantize_repacked(weight: MarlinWeight, dtype=jnp.float32) -> Float[Array, "*stack n k"]:
     """The matrix in ``dtype``; rounds once more than :func:`fp4jax.nvfp4.dequantize` at most."""
     scale = per_row_global_scale(weight)[..., None]
     exact = decode(weight)
@@ -296,7 +296,9 @@ def take_rows(
     scale = decode_scale(picked.scales[..., : weight.k // BLOCK_SIZE])
     exact = values * jnp.repeat(scale, BLOCK_SIZE, axis=-1)
     global_scale = per_row_global_scale(weight)[rows][..., None]
-    return (exact / global_scale if weight.global_is_divisor else exact * global_scale).astype(dtype)
+    return (exact / global_scale if weight.global_is_divisor else exact * global_scale).astype(
+        dtype
+    )
 
 
 def random_weight(

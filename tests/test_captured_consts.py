@@ -152,7 +152,7 @@ def test_a_repacked_weight_in_a_closure_is_refused_leaf_by_leaf():
     x = jax.ShapeDtypeStruct((2, 64), jnp.float32)
 
     def product(weight, x):
-        return x @ marlin.dequantize(weight).T
+        return x @ marlin.dequantize_repacked(weight).T
 
     check_captured(product, weight, x)
     found = captured_arrays(lambda x: product(weight, x), x)
