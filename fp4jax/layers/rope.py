@@ -34,43 +34,85 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
+    truncate: bool = True
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> RopeConfig:
         """From ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` (4).
 
         Raises:
-          ConfigError: an unknown rope type, or a field that it needs is missing.
+          ConfigError: an unknown rope type, or a field that it needs is missing or no number.
         """
-        spec = dict(config.get("rope_scaling") or {})
-        spec.update(config.get("rope_parameters") or {})
+        spec: dict[str, Any] = {}
+        for name in ("rope_scaling", "rope_parameters"):
+            stated = config.get(name) or {}
+            if not isinstance(stated, Mapping):
+                raise ConfigError(f"config.json: {name} must be an object, found {stated!r:.80}")
+            spec.update(stated)
+        nested = [name for name, value in spec.items() if isinstance(value, Mapping)]
+        if nested:
+            raise ConfigError(
+                f"config.json: rope parameters for each kind of layer ({', '.join(nested)}) are "
+                "not supported"
+            )
         kind = spec.get("rope_type", spec.get("type", "default"))
         if kind not in ROPE_TYPES:
             known = ", ".join(ROPE_TYPES)
-            raise ConfigError(f"rope type {kind!r} is not supported; known: {known}")
-        theta = float(spec.get("rope_theta", config.get("rope_theta", 10000.0)))
+            raise ConfigError(f"config.json: rope_type {kind!r} is not supported; known: {known}")
+        spec = {"rope_theta": config.get("rope_theta"), **spec}
+        theta = _positive(spec, "rope_theta", kind, 10000.0)
         if kind == "default":
             return cls(theta=theta)
-        if "factor" not in spec:
-            raise ConfigError(f"rope type {kind!r} needs a 'factor' in rope_scaling")
-        factor = float(spec["factor"])
-        attention = spec.get("attention_factor")
-        if attention is None:
-            attention = 0.1 * math.log(factor) + 1.0 if kind == "yarn" and factor > 1 else 1.0
-        return cls(
-            theta=theta,
-            kind=kind,
-            factor=factor,
-            original_max_position=int(
-                spec.get("original_max_position_embeddings")
-                or config.get("max_position_embeddings", 8192)
-            ),
-            low_freq_factor=float(spec.get("low_freq_factor", 1.0)),
-            high_freq_factor=float(spec.get("high_freq_factor", 4.0)),
-            beta_fast=float(spec.get("beta_fast") or 32.0),
-            beta_slow=float(spec.get("beta_slow") or 1.0),
-            attention_factor=float(attention),
-        )
+        longest = _positive(config, "max_position_embeddings", kind, 8192)
+        if kind == "llama3":
+            original = _positive(spec, "original_max_position_embeddings", kind)
+        else:
+            original = _positive(spec, "original_max_position_embeddings", kind, longest)
+        # transformers 5 lets YaRN leave the factor to the two lengths.
+        factor = _positive(spec, "factor", kind, longest / original if kind == "yarn" else None)
+        rope = cls(theta=theta, kind=kind, factor=factor, original_max_position=int(original))
+        if kind == "llama3":
+            low = _positive(spec, "low_freq_factor", kind)
+            high = _positive(spec, "high_freq_factor", kind)
+            if high <= low:
+                raise ConfigError(
+                    f"config.json: rope_type 'llama3' needs high_freq_factor = {high} above "
+                    f"low_freq_factor = {low}"
+                )
+            return dataclasses.replace(rope, low_freq_factor=low, high_freq_factor=high)
+        if kind == "yarn":
+            return dataclasses.replace(
+                rope,
+                beta_fast=_positive(spec, "beta_fast", kind, 32.0),
+                beta_slow=_positive(spec, "beta_slow", kind, 1.0),
+                truncate=spec.get("truncate") is not False,
+                attention_factor=_yarn_attention_factor(spec, factor),
+            )
+        return rope
+
+
+def _positive(spec: Mapping[str, Any], name: str, kind: str, default: float | None = None) -> float:
+    value = spec.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise ConfigError(f"config.json: rope_type {kind!r} needs {name!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigError(f"config.json: {name!r} must be a positive number, found {value!r:.80}")
+    return float(value)
+
+
+def _yarn_attention_factor(spec: Mapping[str, Any], factor: float) -> float:
+    """The stated one, else what arXiv 2309.00071 recommends, scaled as DeepSeek-V2 does."""
+
+    def recommended(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if spec.get("attention_factor") is not None:
+        return _positive(spec, "attention_factor", "yarn")
+    if spec.get("mscale") and spec.get("mscale_all_dim"):
+        scale = _positive(spec, "mscale", "yarn")
+        return recommended(scale) / recommended(_positive(spec, "mscale_all_dim", "yarn"))
+    return recommended(1.0)
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Float32[Array, " half"]:
@@ -92,9 +134,11 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Float32[Array, " h
             span = math.log(rope.original_max_position / (turns * 2 * math.pi))
             return rotary_dim * span / (2 * math.log(rope.theta))
 
-        low = max(math.floor(channel(rope.beta_fast)), 0)
-        high = min(math.ceil(channel(rope.beta_slow)), rotary_dim - 1)
-        ramp = (jnp.arange(half, dtype=jnp.float32) - low) / max(high - low, 0.001)
+        low, high = channel(rope.beta_fast), channel(rope.beta_slow)
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary_dim - 1)
+        ramp = (jnp.arange(half, dtype=jnp.float32) - low) / (high - low or 0.001)
         keep = 1 - jnp.clip(ramp, 0.0, 1.0)
         return (1 - keep) * freq / rope.factor + keep * freq
     return freq
