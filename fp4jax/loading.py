@@ -72,7 +72,7 @@ def open_checkpoint(path: str | Path) -> OpenedCheckpoint:
     try:
         architecture = find_architecture(architecture_names(raw))
         config = architecture.config(hf)
-        quantization = read_quantization(root, raw)
+        quantization = read_quantization(root, hf)
     except ConfigError as error:
         raise type(error)(f"{root}: {error}") from None
     files = TensorFiles.open(root)

@@ -35,6 +35,7 @@ class Qwen3Block(DecoderBlock):
             c.rope,
             qk_norm=c.rms_norm_eps,
             window=c.windows[self.index],
+            use_bias=c.attention_bias,
             quantized=self.quantized,
         )
 

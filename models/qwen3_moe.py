@@ -12,10 +12,11 @@ from typing import Any
 import flax.linen as nn
 
 from fp4jax.architecture import Architecture
-from fp4jax.checkpoints.hf_config import decoder_fields, flag, sliding_windows, whole
+from fp4jax.checkpoints.hf_config import CONFIG_NAME, decoder_fields, flag, sequence, whole
 from fp4jax.checkpoints.keys import Key
+from fp4jax.errors import ConfigError
 from fp4jax.layers.decoder import DecoderModel, decoder_keys
-from fp4jax.layers.mlp import GatedMLP, gated_mlp_keys
+from fp4jax.layers.mlp import gated_mlp_keys
 from fp4jax.layers.moe import SparseMoE, sparse_moe_keys
 from fp4jax.models.qwen3 import Qwen3Block, Qwen3Config
 
@@ -37,7 +38,7 @@ class Qwen3MoeBlock(Qwen3Block):
     def feed_forward(self) -> nn.Module:
         c = self.config
         if not c.sparse[self.index]:
-            return GatedMLP(c.hidden_size, c.intermediate_size, quantized=self.quantized)
+            return super().feed_forward()
         return SparseMoE(
             c.hidden_size,
             c.moe_intermediate_size,
@@ -59,15 +60,22 @@ def qwen3_moe_config(hf: Mapping[str, Any]) -> Qwen3MoeConfig:
     """The sizes in a ``config.json``."""
     fields = decoder_fields(hf)
     step = whole(hf, "decoder_sparse_step", 1)
-    dense = hf.get("mlp_only_layers") or ()
+    dense = sequence(hf, "mlp_only_layers", int)
     layers = range(fields["num_hidden_layers"])
+    # transformers 5 writes num_local_experts.
+    count = "num_experts" if "num_experts" in hf else "num_local_experts"
+    experts, chosen = whole(hf, count), whole(hf, "num_experts_per_tok")
+    if chosen > experts:
+        raise ConfigError(
+            f"{CONFIG_NAME}: num_experts_per_tok = {chosen} is more than {count} = {experts}"
+        )
+    window = whole(hf, "sliding_window") if flag(hf, "use_sliding_window", False) else None
     return Qwen3MoeConfig(
         **fields,
-        windows=sliding_windows(hf),
+        windows=(window,) * len(layers),  # all layers alike, unlike the dense models
         moe_intermediate_size=whole(hf, "moe_intermediate_size"),
-        # transformers 5 writes num_local_experts.
-        num_experts=whole(hf, "num_experts" if "num_experts" in hf else "num_local_experts"),
-        num_experts_per_tok=whole(hf, "num_experts_per_tok"),
+        num_experts=experts,
+        num_experts_per_tok=chosen,
         norm_topk_prob=flag(hf, "norm_topk_prob", False),
         sparse=tuple(i not in dense and (i + 1) % step == 0 for i in layers),
     )

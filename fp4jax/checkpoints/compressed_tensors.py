@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp4jax.checkpoints.formats import WeightFormat
+from fp4jax.checkpoints.hf_config import mapping, sequence
 from fp4jax.errors import ConfigError
 
 COMPRESSED_TENSORS = WeightFormat(
@@ -30,25 +31,26 @@ def parse_compressed_tensors(config: Mapping[str, Any]) -> dict[str, Any]:
       ConfigError: another format, bit width or block size than NVFP4's.
     """
     where = "config.json: quantization_config"
-    groups = config.get("config_groups") or {}
+    groups = mapping(config, "config_groups", where)
     targets: list[str] = []
-    for name, group in groups.items():
+    for name in groups:
+        group = mapping(groups, name, f"{where}: config_groups")
         form = group.get("format") or config.get("format")
         if form != PACKED_FORMAT:
             raise ConfigError(
                 f"{where}: {name}: format {form!r} is not supported; known: {PACKED_FORMAT}"
             )
-        weights = group.get("weights") or {}
+        weights = mapping(group, "weights", f"{where}: {name}")
         bits, kind, size = (weights.get(key) for key in ("num_bits", "type", "group_size"))
         if (bits, kind, size) != (4, "float", 16):
             raise ConfigError(
                 f"{where}: {name}: weights of {bits} {kind} bits in groups of {size} are not NVFP4 "
                 "(4 float bits in groups of 16)"
             )
-        targets += group.get("targets") or ()
+        targets += sequence(group, "targets", str, f"{where}: {name}")
     return {
         "method": COMPRESSED_TENSORS.name,
         "algorithms": (PACKED_FORMAT,),
-        "ignore": tuple(config.get("ignore") or ()),
+        "ignore": sequence(config, "ignore", str, where),
         "targets": tuple(targets),
     }

@@ -101,6 +101,36 @@ def flag(hf: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
+def mapping(hf: Mapping[str, Any], name: str, where: str = CONFIG_NAME) -> Mapping[str, Any]:
+    """An object field; empty where it is missing or null.
+
+    Raises:
+      ConfigError: not an object.
+    """
+    value = hf.get(name)
+    value = {} if value is None else value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: {name!r} must be an object, found {value!r:.80}")
+    return value
+
+
+def sequence(
+    hf: Mapping[str, Any], name: str, kind: type, where: str = CONFIG_NAME
+) -> tuple[Any, ...]:
+    """A list field with entries of one type; empty where it is missing or null.
+
+    Raises:
+      ConfigError: not a list, or an entry of another type.
+    """
+    value = hf.get(name)
+    value = [] if value is None else value
+    if not isinstance(value, list) or not all(type(entry) is kind for entry in value):
+        raise ConfigError(
+            f"{where}: {name!r} must be a list of {kind.__name__}, found {value!r:.80}"
+        )
+    return tuple(value)
+
+
 def decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of :class:`fp4jax.layers.decoder.DecoderConfig`.
 
@@ -134,6 +164,8 @@ def decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": whole(hf, "max_position_embeddings"),
         "rope": RopeConfig.from_hf(hf),
         "tie_word_embeddings": flag(hf, "tie_word_embeddings", False),
+        "attention_bias": flag(hf, "attention_bias", False),
+        "mlp_bias": flag(hf, "mlp_bias", False),
     }
 
 
@@ -150,13 +182,14 @@ def sliding_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     if not flag(hf, "use_sliding_window", False):
         return (None,) * layers
     window = whole(hf, "sliding_window")
-    types = hf.get("layer_types")
-    if types is None:
+    types = sequence(hf, "layer_types", str)
+    if not types:
         first = whole(hf, "max_window_layers", layers)
         return tuple(window if i >= first else None for i in range(layers))
     known = ("full_attention", "sliding_attention")
     if len(types) != layers or not all(kind in known for kind in types):
         raise ConfigError(
-            f"{CONFIG_NAME}: layer_types must be {layers} of {', '.join(known)}, found {types!r}"
+            f"{CONFIG_NAME}: layer_types must be {layers} of {', '.join(known)}, found "
+            f"{list(types)!r:.80}"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)

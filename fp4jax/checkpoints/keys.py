@@ -24,6 +24,7 @@ class Key:
       rows: output features of each shard; of a vector, its length.
       k: input features; 0 for a vector.
       experts: matrices in the stack, 0 where there is none.
+      bias: whether the config says that the linears have biases; None where it says nothing.
     """
 
     target: str
@@ -32,6 +33,7 @@ class Key:
     rows: tuple[int, ...]
     k: int = 0
     experts: int = 0
+    bias: bool | None = None
 
     @property
     def shard_names(self) -> tuple[str, ...]:
@@ -57,16 +59,17 @@ def vector(target: str, source: str, size: int) -> Key:
     return Key(target, "vector", (source,), (size,))
 
 
-def linear(target: str, source: str, n: int, k: int) -> Key:
+def linear(target: str, source: str, n: int, k: int, bias: bool | None = None) -> Key:
     """A linear's or an embedding's matrix ``[n, k]``; a bias beside it is taken along."""
-    return Key(target, "matrix", (source,), (n,), k)
+    return Key(target, "matrix", (source,), (n,), k, bias=bias)
 
 
-def fused(target: str, parent: str, shards: Mapping[str, int], k: int) -> Key:
+def fused(
+    target: str, parent: str, shards: Mapping[str, int], k: int, bias: bool | None = None
+) -> Key:
     """Several linears of one input, children of ``parent``, as one matrix ``[sum, k]``."""
-    return Key(
-        target, "matrix", tuple(f"{parent}.{name}" for name in shards), tuple(shards.values()), k
-    )
+    sources = tuple(f"{parent}.{name}" for name in shards)
+    return Key(target, "matrix", sources, tuple(shards.values()), k, bias=bias)
 
 
 def head(target: str, source: str, n: int, k: int) -> Key:

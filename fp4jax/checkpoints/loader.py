@@ -15,7 +15,7 @@ import numpy as np
 from fp4jax import marlin
 from fp4jax.checkpoints.plan import Plan, PlannedNode
 from fp4jax.checkpoints.sharding import place
-from fp4jax.checkpoints.stored import DENSE, StoredMatrix, check_scales, read_nvfp4
+from fp4jax.checkpoints.stored import DENSE, check_scales, read_nvfp4
 from fp4jax.checkpoints.tensors import TensorFiles
 from fp4jax.nvfp4 import NVFP4Weight
 from fp4jax.progress import Progress
@@ -75,10 +75,10 @@ def _make(files: TensorFiles, node: PlannedNode, dtype: jnp.dtype) -> Any:
             np.zeros(rows, dtype) if info is None else files.read(info.name)
             for info, rows in zip(node.vectors, node.rows, strict=True)
         ]
-        return jnp.asarray(_cast(np.concatenate([_cast(part, dtype) for part in parts]), dtype))
+        return jax.device_put(_join(parts, dtype))
     if node.format == DENSE:
-        dense = [_dense(files, group, dtype) for group in node.matrices]
-        return jax.device_put(np.stack(dense) if node.stacked else dense[0])
+        parts = [files.read(m.weight.name) for group in node.matrices for m in group]
+        return jax.device_put(_join(parts, dtype).reshape(node.shape))
     shards: list[NVFP4Weight] = []
     for i in range(len(node.rows)):
         stack = [read_nvfp4(files, group[i]) for group in node.matrices]
@@ -97,11 +97,9 @@ def _repack(shards: tuple[NVFP4Weight, ...]) -> marlin.MarlinWeight:
     return packed
 
 
-def _dense(files: TensorFiles, group: tuple[StoredMatrix, ...], dtype: jnp.dtype) -> np.ndarray:
-    parts = [_cast(files.read(matrix.weight.name), dtype) for matrix in group]
+def _join(parts: list[np.ndarray], dtype: jnp.dtype) -> np.ndarray:
+    """Parts in a row, in ``dtype``, unless all are stored alike and in fewer bits."""
+    stored = {part.dtype for part in parts}
+    if len(stored) > 1 or parts[0].dtype.itemsize >= dtype.itemsize:
+        parts = [part.astype(dtype, copy=False) for part in parts]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _cast(values: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
-    """To ``dtype``, unless the values are stored in fewer bits."""
-    return values if values.dtype.itemsize < dtype.itemsize else values.astype(dtype, copy=False)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from fp4jax.checkpoints.compressed_tensors import COMPRESSED_TENSORS
 from fp4jax.checkpoints.keys import Key, Skip
-from fp4jax.checkpoints.quantization import TRUNKS, QuantizationConfig
-from fp4jax.checkpoints.stored import DENSE, StoredMatrix, find_matrix
+from fp4jax.checkpoints.quantization import HEADS, TRUNKS, QuantizationConfig
+from fp4jax.checkpoints.stored import DENSE, DENSE_DTYPES, StoredMatrix, find_matrix
 from fp4jax.checkpoints.tensors import TensorFiles, TensorInfo
 from fp4jax.errors import CheckpointError, UnsupportedError
 from fp4jax.layers.linear import split_weight_name
@@ -27,7 +27,6 @@ SKIPS = (
 """Tensors that no architecture uses."""
 
 TIED_REASON = "the output head repeats the tied embedding"
-HEADS = ("lm_head", "language_model.lm_head", "model.lm_head")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +117,7 @@ def make_plan(
       FormatError, UnsupportedError: as :func:`fp4jax.checkpoints.stored.find_matrix`.
     """
     matcher = _Matcher(files, keys)
-    nodes, warnings, missing = [], [], []
+    nodes, warnings, missing, unforeseen = [], [], [], []
     for key in keys:
         if key.kind == "head":
             head = matcher.find(key.sources[0])
@@ -139,6 +138,8 @@ def make_plan(
         found, lacking = matcher.nodes(key)
         nodes += found
         missing += lacking
+        if key.bias is False:
+            unforeseen += [t.name for n in found if n.path[-1] == "bias" for t in n.tensors]
     if missing:
         raise CheckpointError(
             f"{files.root}: {len(missing)} tensors that config.json calls for are missing: "
@@ -147,6 +148,11 @@ def make_plan(
     used = [tensor for node in nodes for tensor in node.tensors]
     skipped = _account(files, used, [*SKIPS, *skips], _tied_skip(tied))
     warnings += _conflicts(nodes, quantization)
+    if unforeseen:
+        warnings.append(
+            f"{len(unforeseen)} biases are stored though config.json says that there are none; "
+            f"they are used: {_some(unforeseen)}"
+        )
     return Plan(tuple(nodes), skipped, tied, tuple(warnings))
 
 
@@ -197,13 +203,17 @@ class _Matcher:
             if name not in self._files:
                 return [], [name]
             info = self._files.info(name)
-            _check_shape(info, info.shape, key.rows)
+            _check_vector(info, key.rows)
             return [PlannedNode((*target, "weight"), DENSE, (info,), rows=key.rows)], []
         groups, missing = [], []
         for expert in range(key.experts or 1):
             names = [self.name(source.format(expert=expert)) for source in key.sources]
             found = [find_matrix(self._files, name) for name in names]
-            missing += [f"{n}.weight" for n, m in zip(names, found, strict=True) if m is None]
+            for name, matrix in zip(names, found, strict=True):
+                if matrix is None:
+                    missing.append(f"{name}.weight")
+                elif key.bias and matrix.bias is None:
+                    missing.append(f"{name}.bias")
             group = tuple(matrix for matrix in found if matrix is not None)
             for matrix, rows in zip(group, key.rows, strict=False) if not missing else ():
                 _check_shape(matrix.weight, matrix.shape, (rows, key.k))
@@ -247,9 +257,18 @@ def _matrix_nodes(
             raise UnsupportedError(f"{target[-1]}: biases of experts are not supported")
         for bias, rows in zip(biases, key.rows, strict=True):
             if bias is not None:
-                _check_shape(bias, bias.shape, (rows,))
+                _check_vector(bias, (rows,))
         nodes.append(PlannedNode((*target, "bias"), DENSE, biases, rows=key.rows))
     return nodes
+
+
+def _check_vector(info: TensorInfo, wanted: tuple[int, ...]) -> None:
+    _check_shape(info, info.shape, wanted)
+    if info.dtype not in DENSE_DTYPES:
+        raise CheckpointError(
+            f"{info.file}: {info.name} is {info.dtype}; expected one of "
+            f"{', '.join(dtype.name for dtype in DENSE_DTYPES)}"
+        )
 
 
 def _check_shape(info: TensorInfo, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4jax.checkpoints.compressed_tensors import COMPRESSED_TENSORS, parse_compressed_tensors
-from fp4jax.checkpoints.hf_config import read_json
+from fp4jax.checkpoints.hf_config import mapping, read_json
 from fp4jax.checkpoints.modelopt import (
     MODELOPT,
     QUANT_CONFIG_NAME,
@@ -25,6 +25,9 @@ from fp4jax.errors import ConfigError
 
 TRUNKS = ("model.language_model.", "language_model.model.", "model.", "backbone.", "")
 """Prefixes that the same decoder's modules have in different checkpoints and configs."""
+
+HEADS = ("lm_head", "language_model.lm_head", "model.lm_head")
+"""Names that the output head has in them."""
 
 PARSERS = ((MODELOPT.name, parse_modelopt), (COMPRESSED_TENSORS.name, parse_compressed_tensors))
 
@@ -65,7 +68,7 @@ def read_quantization(root: Path, hf: Mapping[str, Any]) -> QuantizationConfig:
     own = read_json(root / QUANT_CONFIG_NAME)
     if own:
         return QuantizationConfig(**parse_modelopt_file(own))
-    stated = hf.get("quantization_config") or hf.get("compression_config")
+    stated = mapping(hf, "quantization_config") or mapping(hf, "compression_config")
     if not stated:
         return QuantizationConfig()
     method = stated.get("quant_method", MODELOPT.name if "quant_algo" in stated else None)
@@ -88,8 +91,8 @@ def matches(module: str, patterns: Sequence[str]) -> bool:
             expression = _expression(pattern)
             if any(expression.match(name) for name in spellings):
                 return True
-        elif pattern == "Linear":  # a class name: every linear, but neither embedding nor head
-            if not module.endswith(("embed_tokens", "lm_head")):
+        elif pattern == "Linear":  # a class name: every linear, the head included
+            if not module.endswith("embed_tokens"):
                 return True
         elif any(
             fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern.rstrip(".") + ".")
@@ -100,6 +103,8 @@ def matches(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _spellings(module: str) -> tuple[str, ...]:
+    if module in HEADS:
+        return HEADS
     for trunk in TRUNKS:
         if trunk and module.startswith(trunk):
             return tuple(other + module[len(trunk) :] for other in TRUNKS)

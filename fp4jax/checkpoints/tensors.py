@@ -16,6 +16,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -131,16 +132,29 @@ class TensorFiles:
         return data.view(info.dtype).reshape(info.shape)
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; refuses a repeated name, of which ``json`` would keep the last."""
+    names = [name for name, _ in pairs]
+    if len(set(names)) != len(names):
+        raise ValueError(f"{max(names, key=names.count)} stands there twice")
+    return dict(pairs)
+
+
 def _read_sharded(root: Path, index: Path) -> dict[str, TensorInfo]:
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = json.loads(index.read_text("utf-8"), object_pairs_hook=_unique)["weight_map"]
         items = dict(weight_map).items()
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{index}: not a safetensors index ({error!r})") from error
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{index}: not a safetensors index ({error!r}); download it again"
+        ) from error
+    for name, shard in items:
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{index}: puts {name} in {shard!r}, which is no file name")
     infos: dict[str, TensorInfo] = {}
     for shard in sorted({shard for _, shard in items}):
         path = root / shard
-        if not path.exists():
+        if not path.is_file():
             raise CheckpointError(
                 f"{path}: named by {index.name} but not in the folder; download it again"
             )
@@ -163,11 +177,15 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         if not 0 < length <= size - 8:
             raise CheckpointError(f"{path}: truncated or not a safetensors file; download it again")
         try:
-            header = json.loads(file.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path}: damaged safetensors header ({error})") from error
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path}: damaged safetensors header ({error}); download it again"
+            ) from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: damaged safetensors header (not an object)")
+        raise CheckpointError(
+            f"{path}: damaged safetensors header (not an object); download it again"
+        )
     infos = {}
     for name, entry in header.items():
         if name == "__metadata__":
@@ -178,8 +196,10 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: {name}: unusable header entry ({error!r})") from error
         info = TensorInfo(name, path, dtype, shape, 8 + length + begin)
-        if end - begin != info.nbytes or begin < 0:
-            raise CheckpointError(f"{path}: {name}: {end - begin} bytes stored for {info}")
+        if end - begin != info.nbytes or begin < 0 or min(shape, default=0) < 0:
+            raise CheckpointError(
+                f"{path}: {name}: {end - begin} bytes stored for {info}; download it again"
+            )
         if 8 + length + end > size:
             raise CheckpointError(
                 f"{path}: truncated: {name} ends at byte {8 + length + end}, the file at {size}; "

@@ -76,12 +76,14 @@ def attention_keys(
     kv_heads: int,
     head_dim: int,
     qk_norm: bool = False,
+    bias: bool | None = None,
 ) -> tuple[Key, ...]:
     """Checkpoint keys of an :class:`Attention` at tree path ``target``."""
     q, kv = heads * head_dim, kv_heads * head_dim
     norms = ("q_norm", "k_norm") if qk_norm else ()
+    shards = dict(zip(QKV, (q, kv, kv), strict=True))
     return (
-        fused(f"{target}/qkv_proj", source, dict(zip(QKV, (q, kv, kv), strict=True)), hidden_size),
+        fused(f"{target}/qkv_proj", source, shards, hidden_size, bias),
         *(vector(f"{target}/{name}", f"{source}.{name}", head_dim) for name in norms),
-        linear(f"{target}/o_proj", f"{source}.o_proj", hidden_size, q),
+        linear(f"{target}/o_proj", f"{source}.o_proj", hidden_size, q, bias),
     )

@@ -35,6 +35,8 @@ class DecoderConfig:
     max_position_embeddings: int
     rope: RopeConfig
     tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -79,13 +81,14 @@ class DecoderBlock(nn.Module):
             c.num_key_value_heads,
             c.head_dim,
             c.rope,
+            use_bias=c.attention_bias,
             quantized=self.quantized,
         )
 
     def feed_forward(self) -> nn.Module:
         """The layer that acts on each token; default: SwiGLU."""
         c = self.config
-        return GatedMLP(c.hidden_size, c.intermediate_size, quantized=self.quantized)
+        return GatedMLP(c.hidden_size, c.intermediate_size, c.mlp_bias, self.quantized)
 
     def __call__(
         self,
@@ -202,7 +205,11 @@ def decoder_keys(
     def swiglu(layer: int, target: str, source: str) -> tuple[Key, ...]:
         del layer
         return gated_mlp_keys(
-            target, source, hidden_size=h, intermediate_size=config.intermediate_size
+            target,
+            source,
+            hidden_size=h,
+            intermediate_size=config.intermediate_size,
+            bias=config.mlp_bias,
         )
 
     keys: list[Key] = [linear("embed_tokens", "model.embed_tokens", config.vocab_size, h)]
@@ -220,6 +227,7 @@ def decoder_keys(
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             qk_norm=qk_norm,
+            bias=config.attention_bias,
         )
         keys += (mlp_keys or swiglu)(i, f"{target}/mlp", f"{source}.mlp")
     keys += [vector("norm", "model.norm", h), head("lm_head", "lm_head", config.vocab_size, h)]

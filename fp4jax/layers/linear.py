@@ -57,22 +57,24 @@ class FusedLinear(nn.Module):
     def __call__(self, x: Float[Array, "*batch k"]) -> tuple[Float[Array, "*batch n"], ...]:
         k, total = x.shape[-1], sum(self.shards)
         bias = bias_of(self, total)
+        ends = [sum(self.shards[: i + 1]) for i in range(len(self.shards))]
+        spans = [slice(end - n, end) for n, end in zip(self.shards, ends, strict=True)]
         if weights.has_variable(self, split_weight_name(self.names[0])):
             parts: list[Weight] = [
                 self.get_variable("params", split_weight_name(name)) for name in self.names
             ]
-            y = jnp.concatenate([weights.matmul(x, part) for part in parts], axis=-1)
-            y = y if bias is None else y + bias.astype(y.dtype)
-        else:
+            return tuple(
+                weights.matmul(x, part, bias=None if bias is None else bias[span])
+                for part, span in zip(parts, spans, strict=True)
+            )
 
-            def init(key: Array) -> Weight:
-                if self.quantized:
-                    return weights.random_quantized(self.shards, k)(key)
-                return weights.random_dense(key, total, k, x.dtype)
+        def init(key: Array) -> Weight:
+            if self.quantized:
+                return weights.random_quantized(self.shards, k)(key)
+            return weights.random_dense(key, total, k, x.dtype)
 
-            y = weights.matmul(x, weights.variable(self, "weight", init), bias=bias)
-        ends = [sum(self.shards[: i + 1]) for i in range(len(self.shards))]
-        return tuple(y[..., e - n : e] for n, e in zip(self.shards, ends, strict=True))
+        y = weights.matmul(x, weights.variable(self, "weight", init), bias=bias)
+        return tuple(y[..., span] for span in spans)
 
 
 def split_weight_name(name: str) -> str:

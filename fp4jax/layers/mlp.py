@@ -30,11 +30,16 @@ class GatedMLP(nn.Module):
 
 
 def gated_mlp_keys(
-    target: str, source: str, *, hidden_size: int, intermediate_size: int
+    target: str,
+    source: str,
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    bias: bool | None = None,
 ) -> tuple[Key, ...]:
     """Checkpoint keys of a :class:`GatedMLP` at tree path ``target``."""
     shards = dict.fromkeys(GATE_UP, intermediate_size)
     return (
-        fused(f"{target}/gate_up_proj", source, shards, hidden_size),
-        linear(f"{target}/down_proj", f"{source}.down_proj", hidden_size, intermediate_size),
+        fused(f"{target}/gate_up_proj", source, shards, hidden_size, bias),
+        linear(f"{target}/down_proj", f"{source}.down_proj", hidden_size, intermediate_size, bias),
     )
