@@ -161,7 +161,7 @@ def test_quantize_writes_a_checkpoint_that_loads(capsys, tmp_path, oracles):
         (("generate", "--draft-model", "d"), 1, "speculative decoding"),
         (("chat", "--draft-model", "d"), 1, "speculative decoding"),
         (("generate", "--nonsense"), 2, "--nonsense"),
-        (("generate", "--max-tokens", "many"), 2, "many"),
+        (("generate", "--max-tokens", "many"), 2, "--max-tokens"),
         (("perplexity", "no_such_file.txt"), 2, "no_such_file.txt"),
         (("conjure",), 2, "conjure"),
         ((), 2, "Missing command"),
