@@ -27,9 +27,13 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
+        raise CheckpointError(
+            f"{path}: not readable as JSON ({error}); download it again"
+        ) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds {type(value).__name__}, not a JSON object")
+        raise CheckpointError(
+            f"{path}: holds {type(value).__name__}, not a JSON object; download it again"
+        )
     return value
 
 

@@ -8,25 +8,16 @@ complaint is raised, before any data is read.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Sequence
 
+from fp4jax.checkpoints.accounting import SKIPS, account, conflicts, some_of, tied_skip
 from fp4jax.checkpoints.compressed_tensors import COMPRESSED_TENSORS
 from fp4jax.checkpoints.keys import Key, Skip
 from fp4jax.checkpoints.quantization import HEADS, TRUNKS, QuantizationConfig
-from fp4jax.checkpoints.stored import DENSE, DENSE_DTYPES, StoredMatrix, find_matrix
+from fp4jax.checkpoints.stored import DENSE, DENSE_DTYPES, REMEDY, StoredMatrix, find_matrix
 from fp4jax.checkpoints.tensors import TensorFiles, TensorInfo
 from fp4jax.errors import CheckpointError, UnsupportedError
 from fp4jax.layers.linear import split_weight_name
-
-SKIPS = (
-    Skip(r".*\.input(_global)?_scale", "scale of 4-bit activations; weights are served as W4A16"),
-    Skip(r".*\.[qkv]_scale", "scale of an 8-bit KV cache; the cache is kept in 16 bits"),
-    Skip(r".*rotary_emb\.inv_freq", "rotary frequencies follow from the config"),
-)
-"""Tensors that no architecture uses."""
-
-TIED_REASON = "the output head repeats the tied embedding"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,15 +134,16 @@ def make_plan(
     if missing:
         raise CheckpointError(
             f"{files.root}: {len(missing)} tensors that config.json calls for are missing: "
-            f"{_some(missing)}"
+            f"{some_of(missing)}; download the checkpoint again, or use its own config.json"
         )
     used = [tensor for node in nodes for tensor in node.tensors]
-    skipped = _account(files, used, [*SKIPS, *skips], _tied_skip(tied))
-    warnings += _conflicts(nodes, quantization)
+    skipped = account(files, used, [*SKIPS, *skips, *tied_skip(tied)])
+    stored = [matrix for node in nodes for group in node.matrices for matrix in group]
+    warnings += conflicts(stored, quantization)
     if unforeseen:
         warnings.append(
             f"{len(unforeseen)} biases are stored though config.json says that there are none; "
-            f"they are used: {_some(unforeseen)}"
+            f"they are used: {some_of(unforeseen)}"
         )
     return Plan(tuple(nodes), skipped, tied, tuple(warnings))
 
@@ -267,7 +259,7 @@ def _check_vector(info: TensorInfo, wanted: tuple[int, ...]) -> None:
     if info.dtype not in DENSE_DTYPES:
         raise CheckpointError(
             f"{info.file}: {info.name} is {info.dtype}; expected one of "
-            f"{', '.join(dtype.name for dtype in DENSE_DTYPES)}"
+            f"{', '.join(dtype.name for dtype in DENSE_DTYPES)}; {REMEDY}"
         )
 
 
@@ -275,55 +267,5 @@ def _check_shape(info: TensorInfo, found: tuple[int, ...], wanted: tuple[int, ..
     if found != wanted:
         raise CheckpointError(
             f"{info.file}: {info.name} has shape {list(found)}, but the sizes in config.json call "
-            f"for {list(wanted)}; one of the two belongs to another model"
+            f"for {list(wanted)}; use weights and config.json of one model"
         )
-
-
-def _tied_skip(tied: bool) -> list[Skip]:
-    pattern = "|".join(re.escape(head) for head in HEADS)
-    return [Skip(rf"({pattern})\..*", TIED_REASON)] if tied else []
-
-
-def _account(
-    files: TensorFiles, used: list[TensorInfo], skips: list[Skip], tied: list[Skip]
-) -> tuple[tuple[TensorInfo, str], ...]:
-    """Every tensor is used once or skipped, or the checkpoint is refused."""
-    seen: dict[str, None] = {}
-    for tensor in used:
-        if tensor.name in seen:
-            raise CheckpointError(f"{tensor.file}: {tensor.name} would be used twice")
-        seen[tensor.name] = None
-    rules = [(re.compile(skip.pattern), skip.reason) for skip in [*skips, *tied]]
-    skipped, left = [], []
-    for name in files.names():
-        if name in seen:
-            continue
-        reason = next((reason for rule, reason in rules if rule.fullmatch(name)), None)
-        if reason is None:
-            left.append(name)
-        else:
-            skipped.append((files.info(name), reason))
-    if left:
-        raise CheckpointError(
-            f"{files.root}: {len(left)} tensors belong to no part of the model: {_some(left)}; "
-            "config.json describes another model, or the architecture is not fully supported"
-        )
-    return tuple(skipped)
-
-
-def _conflicts(nodes: Iterable[PlannedNode], quantization: QuantizationConfig) -> list[str]:
-    """Where the quantization statement and the tensors disagree."""
-    stored = [m for node in nodes for group in node.matrices for m in group]
-    stored = [m for m in stored if not m.module.endswith("embed_tokens")]
-    extra = [m.module for m in stored if m.format != DENSE and not quantization.expects(m.module)]
-    lacking = [m.module for m in stored if m.format == DENSE and quantization.expects(m.module)]
-    return [
-        f"{len(modules)} modules are {fact}, whatever the config says: {_some(modules)}"
-        for modules, fact in ((extra, "stored as NVFP4"), (lacking, "stored unquantized"))
-        if modules
-    ]
-
-
-def _some(names: Sequence[str], most: int = 5) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

@@ -17,6 +17,7 @@ from fp4jax.nvfp4 import BLOCK_SIZE, NVFP4Weight, validate
 
 DENSE = "dense"
 DENSE_DTYPES = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
+REMEDY = "download the file again, or quantize the model anew"
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
@@ -75,7 +76,10 @@ def find_matrix(files: TensorFiles, module: str) -> StoredMatrix | None:
     packed, weight, bias = get(COMPRESSED_TENSORS.codes), get("weight"), get("bias")
     if packed is not None:
         if weight is not None:
-            raise CheckpointError(f"{weight.file}: {module} has both weight and {packed.name}")
+            raise CheckpointError(
+                f"{packed.file}: {packed.name} stands beside {weight.name}, so it is not clear "
+                f"which is meant; {REMEDY}"
+            )
         return _quantized(files, module, COMPRESSED_TENSORS, packed, bias)
     if weight is None:
         leaves = (
@@ -84,22 +88,25 @@ def find_matrix(files: TensorFiles, module: str) -> StoredMatrix | None:
             COMPRESSED_TENSORS.global_scale,
         )
         for orphan in filter(None, map(get, leaves)):
-            raise CheckpointError(f"{orphan.file}: {orphan.name} has no weight beside it")
+            raise CheckpointError(f"{orphan.file}: {orphan.name} has no weight beside it; {REMEDY}")
         return None
     if weight.dtype == np.uint8:
         return _quantized(files, module, MODELOPT, weight, bias)
     if weight.dtype == _E4M3:
-        raise UnsupportedError(f"{weight.file}: {weight.name} is FP8, which is not supported yet")
+        raise UnsupportedError(
+            f"{weight.file}: {weight.name} is FP8, which is not supported yet; use a checkpoint "
+            "whose quantized layers are all NVFP4"
+        )
     if weight.dtype not in DENSE_DTYPES:
         raise CheckpointError(
             f"{weight.file}: {weight.name} is {weight.dtype}; expected NVFP4 (uint8) or one of "
-            f"{', '.join(dtype.name for dtype in DENSE_DTYPES)}"
+            f"{', '.join(dtype.name for dtype in DENSE_DTYPES)}; {REMEDY}"
         )
     for leaf in (MODELOPT.block_scale, MODELOPT.global_scale):
         if (scale := get(leaf)) is not None:
             raise CheckpointError(
                 f"{scale.file}: {scale.name} stands beside an unquantized {weight}; the weight was "
-                "written with another dtype than its scales say"
+                f"written with another dtype than its scales say; {REMEDY}"
             )
     return StoredMatrix(module, DENSE, weight, bias=bias)
 
@@ -116,24 +123,25 @@ def _quantized(
         name = f"{module}.{leaf}"
         if name not in files:
             raise CheckpointError(
-                f"{codes.file}: {codes.name} is NVFP4 but its {what} {name} is missing; the "
-                "checkpoint is incomplete"
+                f"{codes.file}: {codes.name} is NVFP4 but its {what} {name} is missing; {REMEDY}"
             )
         found.append(files.info(name))
     scale, global_scale = found
     if codes.dtype != np.uint8 or len(codes.shape) != 2:
-        raise FormatError(f"{codes.file}: {codes} must be uint8 [N, K/2]")
+        raise FormatError(f"{codes.file}: {codes} must be uint8 [N, K/2]; {REMEDY}")
     n, k = codes.shape[0], 2 * codes.shape[1]
     if k % BLOCK_SIZE:
         raise FormatError(
-            f"{codes.file}: {codes} has K = {k}, which is not a multiple of {BLOCK_SIZE}"
+            f"{codes.file}: {codes} has K = {k}, which is not a multiple of {BLOCK_SIZE}; "
+            "quantize the model with blocks of 16, or leave this layer out"
         )
     if scale.dtype != _E4M3 or scale.shape != (n, k // BLOCK_SIZE):
         raise FormatError(
-            f"{scale.file}: {scale} must be float8_e4m3fn [{n}, {k // BLOCK_SIZE}] to fit {codes}"
+            f"{scale.file}: {scale} must be float8_e4m3fn [{n}, {k // BLOCK_SIZE}] to fit {codes}; "
+            f"{REMEDY}"
         )
     if global_scale.dtype != np.float32 or global_scale.shape not in ((), (1,)):
-        raise FormatError(f"{global_scale.file}: {global_scale} must be one float32")
+        raise FormatError(f"{global_scale.file}: {global_scale} must be one float32; {REMEDY}")
     return StoredMatrix(module, form.name, codes, scale, global_scale, bias)
 
 
@@ -152,10 +160,15 @@ def check_scales(files: TensorFiles, matrix: StoredMatrix) -> None:
     if matrix.format == DENSE:
         return
     scale, global_scale = read_scales(files, matrix)
-    assert matrix.scale is not None
+    assert matrix.scale is not None and matrix.global_scale is not None
+    if not np.isfinite(global_scale) or global_scale <= 0:
+        raise FormatError(
+            f"{matrix.global_scale.file}: {matrix.global_scale.name} is {global_scale}; a global "
+            f"scale is finite and positive: {REMEDY}"
+        )
     # Stands for the codes, whose every value is valid: a view of one byte, no memory.
     codes = np.broadcast_to(np.zeros((), np.uint8), matrix.weight.shape)
-    validate(_host(matrix, codes, scale, global_scale), f"{matrix.scale.file}: {matrix.module}")
+    validate(_host(matrix, codes, scale, global_scale), f"{matrix.scale.file}: {matrix.scale.name}")
 
 
 def read_nvfp4(files: TensorFiles, matrix: StoredMatrix) -> NVFP4Weight:

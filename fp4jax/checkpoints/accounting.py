@@ -1,0 +1,73 @@
+"""Accounting for a checkpoint: every tensor is used once or skipped, and the config agrees."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from fp4jax.checkpoints.keys import Skip
+from fp4jax.checkpoints.quantization import HEADS, QuantizationConfig
+from fp4jax.checkpoints.stored import DENSE, StoredMatrix
+from fp4jax.checkpoints.tensors import TensorFiles, TensorInfo
+from fp4jax.errors import CheckpointError
+
+SKIPS = (
+    Skip(r".*\.input(_global)?_scale", "scale of 4-bit activations; weights are served as W4A16"),
+    Skip(r".*\.[qkv]_scale", "scale of an 8-bit KV cache; the cache is kept in 16 bits"),
+    Skip(r".*rotary_emb\.inv_freq", "rotary frequencies follow from the config"),
+)
+"""Tensors that no architecture uses."""
+
+TIED_REASON = "the output head repeats the tied embedding"
+
+
+def tied_skip(tied: bool) -> list[Skip]:
+    """Leaves a stored output head out where the embedding serves for it."""
+    pattern = "|".join(re.escape(head) for head in HEADS)
+    return [Skip(rf"({pattern})\..*", TIED_REASON)] if tied else []
+
+
+def account(
+    files: TensorFiles, used: list[TensorInfo], skips: list[Skip]
+) -> tuple[tuple[TensorInfo, str], ...]:
+    """Every tensor is used once or skipped, or the checkpoint is refused."""
+    seen: dict[str, None] = {}
+    for tensor in used:
+        if tensor.name in seen:
+            raise CheckpointError(f"{tensor.file}: {tensor.name} would be used twice")
+        seen[tensor.name] = None
+    rules = [(re.compile(skip.pattern), skip.reason) for skip in skips]
+    skipped, left = [], []
+    for name in files.names():
+        if name in seen:
+            continue
+        reason = next((reason for rule, reason in rules if rule.fullmatch(name)), None)
+        if reason is None:
+            left.append(name)
+        else:
+            skipped.append((files.info(name), reason))
+    if left:
+        raise CheckpointError(
+            f"{files.root}: {len(left)} tensors belong to no part of the model: {some_of(left)}; "
+            "use the config.json that came with them; if it did, the architecture is not fully "
+            "supported"
+        )
+    return tuple(skipped)
+
+
+def conflicts(stored: Iterable[StoredMatrix], quantization: QuantizationConfig) -> list[str]:
+    """Where the quantization statement and the tensors disagree."""
+    stored = [matrix for matrix in stored if not matrix.module.endswith("embed_tokens")]
+    extra = [m.module for m in stored if m.format != DENSE and not quantization.expects(m.module)]
+    lacking = [m.module for m in stored if m.format == DENSE and quantization.expects(m.module)]
+    return [
+        f"{len(modules)} modules are {fact}, whatever the config says: {some_of(modules)}"
+        for modules, fact in ((extra, "stored as NVFP4"), (lacking, "stored unquantized"))
+        if modules
+    ]
+
+
+def some_of(names: Sequence[str], most: int = 5) -> str:
+    """A list for people, cut short."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
