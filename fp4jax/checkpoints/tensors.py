@@ -151,21 +151,27 @@ def _read_sharded(root: Path, index: Path) -> dict[str, TensorInfo]:
     for name, shard in items:
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(f"{index}: puts {name} in {shard!r}, which is no file name")
-    infos: dict[str, TensorInfo] = {}
-    for shard in sorted({shard for _, shard in items}):
-        path = root / shard
+    paths = [root / shard for shard in sorted({shard for _, shard in items})]
+    for path in paths:
         if not path.is_file():
             raise CheckpointError(
                 f"{path}: named by {index.name} but not in the folder; download it again"
             )
+    infos: dict[str, TensorInfo] = {}
+    for path in paths:
         for name, info in _read_header(path).items():
-            if weight_map.get(name) != shard:
+            if weight_map.get(name) != path.name:
                 where = weight_map.get(name, "no file at all")
-                raise CheckpointError(f"{path}: holds {name}, which {index.name} puts in {where}")
+                raise CheckpointError(
+                    f"{path}: holds {name}, which {index.name} puts in {where}; download the "
+                    "checkpoint again"
+                )
             infos[name] = info
     for name, shard in items:
         if name not in infos:
-            raise CheckpointError(f"{index}: puts {name} in {shard}, which does not hold it")
+            raise CheckpointError(
+                f"{index}: puts {name} in {shard}, which does not hold it; download both again"
+            )
     return infos
 
 
