@@ -29,6 +29,13 @@ def engine(checkpoint):
     return fp4jax.load(checkpoint, progress=False)
 
 
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch, tmp_path):
+    """This process must not keep compiled programs; those of others go to a folder of the test."""
+    monkeypatch.setattr("fp4jax.cli.options.keep_compiled_programs", lambda: None)
+    monkeypatch.setenv("FP4JAX_CACHE", str(tmp_path / "cache"))
+
+
 def run(capsys, *arguments) -> tuple[int, str, str]:
     status = main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
@@ -204,3 +211,23 @@ def test_control_c_ends_cleanly(checkpoint):
     _, err = child.communicate(timeout=120)
     assert child.returncode == 130, err
     assert b"interrupted" in err and b"Traceback" not in err
+
+
+def test_compiled_programs_are_kept_without_weights(checkpoint, tmp_path, oracles):
+    """Another engine of the same sizes starts from the same programs and gives its own text."""
+    other = make_unquantized(oracles, tmp_path / "other")
+    quantized = tmp_path / "quantized"
+    assert main(["quantize", "--model", str(other), "--output", str(quantized), "-q"]) == 0
+    cache, texts, programs = tmp_path / "cache" / "compiled", [], []
+    for folder in (checkpoint, quantized):
+        command = ["generate", "--model", str(folder), "-m", "6", "-q"]
+        done = subprocess.run(
+            [sys.executable, "-m", "fp4jax", *command],
+            capture_output=True,
+            env={**os.environ, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
+        )
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout)
+        programs.append({path.name for path in cache.iterdir() if "decode" in path.name})
+    assert programs[0] and programs[0] == programs[1]
+    assert texts[0] != texts[1]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fp4jax.cache_folder import cache_folder
 from fp4jax.errors import SamplingError, UnsupportedError
 from fp4jax.progress import Progress, progress_bar
 
@@ -116,9 +117,23 @@ def open_model(model: Path | None, dtype: str | None, quiet: bool) -> tuple[Mode
     """The model and its tokenizer, with a progress bar."""
     from fp4jax.loading import load
 
+    keep_compiled_programs()
     path = checkpoint_path(model, quiet)
     with shown(quiet) as report:
         return load(path, dtype=dtype, progress=report if report is not None else False)
+
+
+def keep_compiled_programs() -> None:
+    """Has this process keep compiled programs on disk, so that the next start is quick.
+
+    Programs take weights as arguments, so they are the same for every engine of the same sizes.
+    A place that the user has set already is left alone, and a folder that cannot be written to
+    means only that nothing is kept.
+    """
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
 
 
 def read_text(path: Path) -> str:
