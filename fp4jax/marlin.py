@@ -30,9 +30,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int, UInt8, UInt16, UInt32
 
-from fp4jax.checksums import checksum, checksum_parts, combine_checksums, words_of_bytes
+from fp4jax.checksums import checksum, combine_checksums
 from fp4jax.errors import FormatError
 from fp4jax.nvfp4 import (
     BLOCK_SIZE,
@@ -41,6 +42,7 @@ from fp4jax.nvfp4 import (
     decode_e2m1,
     pack_codes,
 )
+from fp4jax.rounding import exact_divide
 
 LAYOUT = "k64.v1"
 ROW_MULTIPLE = 8
@@ -64,7 +66,7 @@ class MarlinWeight:
       words: u16 ``[..., R, W]``, four codes a word (see the module docstring).
       scales: u8 ``[..., R, G]``, S0E5M3 block scales.
       global_scale: f32 ``[..., S]``, one an output shard, as the checkpoint stored it.
-      fingerprint: u32 ``[..., 4]``, checksum of the canonical content.
+      fingerprint: u32 ``[..., 4]``, checksum of the other leaves and of the static fields.
       shards: output features of each fused shard; N is their sum.
       k: input features.
       global_is_divisor: divide by the global scale (compressed-tensors) or multiply (ModelOpt).
@@ -126,14 +128,11 @@ def _interleave(packed: UInt8[Array, "n k_half"]) -> UInt16[Array, "n words"]:
     n, half = packed.shape
     tiles = -(-half // (K_MULTIPLE // 2))
     packed = jnp.pad(packed, ((0, 0), (0, tiles * (K_MULTIPLE // 2) - half)))
-    planes = packed.reshape(n, tiles, 4, 8)
-
-    def word(codes: UInt8[Array, "n tiles 4 8"]) -> UInt16[Array, "n tiles 8"]:
-        plane = codes.astype(jnp.uint16)
-        return plane[:, :, 0] | plane[:, :, 1] << 4 | plane[:, :, 2] << 8 | plane[:, :, 3] << 12
-
-    even, odd = word(planes & jnp.uint8(0xF)), word(planes >> jnp.uint8(4))
-    return jnp.stack([even, odd], axis=-1).reshape(n, tiles * 16)
+    planes = packed.reshape(n, tiles, 4, 8).astype(jnp.uint32)
+    # A byte holds codes of neighbouring k, which go to one nibble of neighbouring words.
+    pairs = (planes & jnp.uint32(0xF)) | (planes >> 4) << 16
+    both = pairs[:, :, 0] | pairs[:, :, 1] << 4 | pairs[:, :, 2] << 8 | pairs[:, :, 3] << 12
+    return jax.lax.bitcast_convert_type(both, jnp.uint16).reshape(n, tiles * 16)
 
 
 def word_codes(words: UInt16[Array, "*lead words"]) -> UInt8[Array, "*lead k_pad"]:
@@ -145,43 +144,34 @@ def word_codes(words: UInt16[Array, "*lead words"]) -> UInt8[Array, "*lead k_pad
     return planes.reshape(*lead, w * 4).astype(jnp.uint8)
 
 
-def _packed_checksum(weight: NVFP4Weight) -> UInt32[Array, "4"]:
-    """``checksum(canonicalize(weight).packed)``, without writing the canonical codes out."""
-    packed, scale = weight.packed.reshape(-1), weight.scale.reshape(-1)
-    block = BLOCK_SIZE // 8  # words
-
-    def read(start: Array, size: int) -> UInt32[Array, " size"]:
-        part = dataclasses.replace(
-            weight,
-            packed=jax.lax.dynamic_slice_in_dim(packed, 4 * start, 4 * size)[None],
-            scale=jax.lax.dynamic_slice_in_dim(scale, start // block, size // block)[None],
-        )
-        return words_of_bytes(canonicalize(part).packed.reshape(-1))
-
-    return checksum_parts(weight.packed, packed.size // 4, read)
-
-
 def _repack_matrix(weights: Sequence[NVFP4Weight]) -> MarlinWeight:
     words = jnp.concatenate([_interleave(canonicalize(w).packed) for w in weights])
     scales = jnp.concatenate([encode_scale(w.scale) for w in weights])
-    rows = (0, _round_up(words.shape[0], ROW_MULTIPLE) - words.shape[0])
-    groups = (0, _round_up(scales.shape[1], SCALE_MULTIPLE) - scales.shape[1])
-    fingerprint = combine_checksums(
-        [
-            part
-            for w in weights
-            for part in (_packed_checksum(w), checksum(w.scale), checksum(w.global_scale))
-        ]
-    )
-    return MarlinWeight(
-        words=jnp.pad(words, (rows, (0, 0))),
-        scales=jnp.pad(scales, (rows, groups), constant_values=ZERO_SCALE),
-        global_scale=jnp.stack([w.global_scale for w in weights]),
-        fingerprint=fingerprint,
+    return _assemble(
+        words,
+        scales,
+        jnp.stack([w.global_scale for w in weights]),
         shards=tuple(w.n for w in weights),
         k=weights[0].k,
         global_is_divisor=weights[0].global_is_divisor,
     )
+
+
+def _assemble(
+    words: UInt16[Array, "n words"],
+    scales: UInt8[Array, "n groups"],
+    global_scale: Float32[Array, " shards"],
+    **static,
+) -> MarlinWeight:
+    """Pads one matrix to the layout's multiples and takes its fingerprint."""
+    rows = (0, _round_up(words.shape[0], ROW_MULTIPLE) - words.shape[0])
+    groups = (0, _round_up(scales.shape[1], SCALE_MULTIPLE) - scales.shape[1])
+    words = jnp.pad(words, (rows, (0, 0)))
+    scales = jnp.pad(scales, (rows, groups), constant_values=ZERO_SCALE)
+    # Of the arrays as laid out: padding and dead codes are fixed by then, so equal content has
+    # equal bits, whatever wrote the checkpoint.
+    parts = [checksum(leaf, str(static)) for leaf in (words, scales, global_scale)]
+    return MarlinWeight(words, scales, global_scale, combine_checksums(parts), **static)
 
 
 @jax.jit
@@ -268,37 +258,42 @@ def apply_global_scale(
 
 def decode(weight: MarlinWeight, dtype=jnp.float32) -> Float[Array, "*stack n k"]:
     """Code times block scale, without the global scale: exact in f32, bf16 and f16."""
-    n, k = weight.n, weight.k
-    values = decode_e2m1(word_codes(weight.words)[..., :n, :k])
-    scale = decode_scale(weight.scales[..., :n, : k // BLOCK_SIZE])
-    return (values * jnp.repeat(scale, BLOCK_SIZE, axis=-1)).astype(dtype)
+    n = weight.n
+    return _decode(weight.words[..., :n, :], weight.scales[..., :n, :], weight.k).astype(dtype)
+
+
+def _decode(
+    words: UInt16[Array, "*lead words"], scales: UInt8[Array, "*lead groups"], k: int
+) -> Float32[Array, "*lead k"]:
+    values = decode_e2m1(word_codes(words)[..., :k])
+    scale = decode_scale(scales[..., : k // BLOCK_SIZE])
+    return values * jnp.repeat(scale, BLOCK_SIZE, axis=-1)
 
 
 def dequantize_repacked(weight: MarlinWeight, dtype=jnp.float32) -> Float[Array, "*stack n k"]:
-    """The matrix in ``dtype``; rounds once more than :func:`fp4jax.nvfp4.dequantize` at most."""
+    """The matrix in ``dtype``: the exact product of code and block scale, rounded once in f32.
+
+    :func:`fp4jax.nvfp4.dequantize` rounds twice, as the quantizers' own dequantization does.
+    """
     scale = per_row_global_scale(weight)[..., None]
-    exact = decode(weight)
-    return (exact / scale if weight.global_is_divisor else exact * scale).astype(dtype)
+    return _apply(weight, decode(weight), scale).astype(dtype)
 
 
 def take_rows(
     weight: MarlinWeight, rows: Int[Array, "*batch"], dtype=jnp.float32
 ) -> Float[Array, "*batch k"]:
-    """Rows of the dequantized matrix: the embedding lookup of a quantized table.
+    """Rows of :func:`dequantize_repacked`: the embedding lookup of a quantized table.
 
     Rows out of range are clamped, as ``jnp.take(mode="clip")`` does.
     """
     rows = jnp.clip(rows, 0, weight.n - 1)
-    picked = dataclasses.replace(
-        weight, words=weight.words[rows], scales=weight.scales[rows], shards=(1,)
-    )
-    values = decode_e2m1(word_codes(picked.words)[..., : weight.k])
-    scale = decode_scale(picked.scales[..., : weight.k // BLOCK_SIZE])
-    exact = values * jnp.repeat(scale, BLOCK_SIZE, axis=-1)
-    global_scale = per_row_global_scale(weight)[rows][..., None]
-    return (exact / global_scale if weight.global_is_divisor else exact * global_scale).astype(
-        dtype
-    )
+    exact = _decode(weight.words[rows], weight.scales[rows], weight.k)
+    scale = per_row_global_scale(weight)[rows][..., None]
+    return _apply(weight, exact, scale).astype(dtype)
+
+
+def _apply(weight: MarlinWeight, exact: Array, scale: Array) -> Float32[Array, "*shape"]:
+    return exact_divide(exact, scale) if weight.global_is_divisor else exact * scale
 
 
 def random_weight(
@@ -307,8 +302,11 @@ def random_weight(
     """A random repacked weight with entries of standard deviation about ``k ** -0.5``.
 
     Codes are uniform (root mean square 2.97), block scales lie between 0.5 and 1.875 (mean
-    1.19), and the global scale makes up the rest. Made directly on the device, for init.
+    1.19), and the global scale makes up the rest. Drawn directly in the kernels' layout, because
+    under ``jit(module.init)`` every weight of a model is compiled by itself.
     """
+    if k % BLOCK_SIZE:
+        raise FormatError(f"K = {k} is not a multiple of the block size {BLOCK_SIZE}")
     return _random_weight(key, tuple(shards), k, tuple(stack))
 
 
@@ -316,14 +314,20 @@ def random_weight(
 def _random_weight(
     key: Array, shards: tuple[int, ...], k: int, stack: tuple[int, ...]
 ) -> MarlinWeight:
-    weights = []
-    for shard, shard_key in zip(shards, jax.random.split(key, len(shards)), strict=True):
-        code_key, scale_key = jax.random.split(shard_key)
-        packed = jax.random.bits(code_key, (*stack, shard, k // 2), jnp.uint8)
-        bits = jax.random.bits(scale_key, (*stack, shard, k // BLOCK_SIZE), jnp.uint8)
-        scale = jax.lax.bitcast_convert_type(
-            jnp.uint8(0x30) + (bits & jnp.uint8(15)), jnp.float8_e4m3fn
-        )
-        global_scale = jnp.full(stack, 1 / (3.6 * math.sqrt(k)), jnp.float32)
-        weights.append(NVFP4Weight(packed, scale, global_scale))
-    return _repack(tuple(weights))
+    n, groups = sum(shards), k // BLOCK_SIZE
+    width, scale_width = _round_up(k, K_MULTIPLE) // 8, -(-groups // 4)
+    bits = jax.random.bits(key, (*stack, n, width + scale_width), jnp.uint32)
+    words = jax.lax.bitcast_convert_type(bits[..., :width], jnp.uint16)
+    words = words.reshape(*stack, n, 2 * width)
+    # Planes past K hold code 0; only the last tile has any.
+    planes = np.clip(groups - 4 * (np.arange(2 * width) // 16), 0, 4)
+    words &= jnp.asarray((1 << 4 * planes) - 1, jnp.uint16)
+    # A block scale is 0x30 to 0x3f in e4m3, and 16 more in S0E5M3.
+    octets = (bits[..., width:] & jnp.uint32(0x0F0F0F0F)) + jnp.uint32(0x40404040)
+    scales = jax.lax.bitcast_convert_type(octets, jnp.uint8)
+    scales = scales.reshape(*stack, n, 4 * scale_width)[..., :groups]
+    global_scale = jnp.full((*stack, len(shards)), 1 / (3.6 * math.sqrt(k)), jnp.float32)
+    fn = functools.partial(_assemble, shards=shards, k=k, global_is_divisor=False)
+    for _ in stack:
+        fn = jax.vmap(fn)
+    return fn(words, scales, global_scale)
