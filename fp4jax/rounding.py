@@ -19,9 +19,10 @@ def exact_divide(a: Float32[Array, "*s"], b: Float32[Array, "*#s"]) -> Float32[A
     """``a / b`` as IEEE 754 rounds it, jitted or not.
 
     XLA turns ``x / c`` and ``x / broadcast(y)`` into products with a reciprocal, and
-    ``x / (s / g)`` into ``(x * g) / s``. Behind the barrier the division stays as written.
+    ``x / (s / g)`` into ``(x * g) / s``. A divisor that depends on the dividend, if only formally,
+    is neither. (An optimization barrier would be lost on a divisor that ``vmap`` broadcasts.)
     """
-    return a / jax.lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
+    return a / jnp.where(jnp.isnan(a), a, b)
 
 
 def is_nonzero(x: Float32[Array, "*s"]) -> Bool[Array, "*s"]:
