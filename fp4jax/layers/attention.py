@@ -46,8 +46,14 @@ class Attention(nn.Module):
         x: Float[Array, "batch time hidden"],
         positions: Int[Array, "batch time"],
         cache: KVCache | None,
+        lengths: Int[Array, " batch"] | None = None,
     ) -> tuple[Float[Array, "batch time hidden"], KVCache | None]:
-        """Without a cache, the tokens given are the whole context."""
+        """Without a cache, the tokens given are the whole context.
+
+        ``lengths`` changes nothing here: padding is never seen by a valid token, and its slots
+        are overwritten.
+        """
+        del lengths
         batch, time = positions.shape
         shards = (self.heads * self.head_dim, *(2 * (self.kv_heads * self.head_dim,)))
         qkv = FusedLinear(shards, QKV, self.use_bias, self.quantized, name="qkv_proj")(x)

@@ -59,7 +59,8 @@ class DecoderBlock(nn.Module):
     """Pre-norm residual block: ``x += mixer(norm(x))``, then ``x += feed_forward(norm(x))``.
 
     A model overrides :meth:`mixer` and :meth:`feed_forward`. A mixer is called with
-    ``(x, positions, cache)`` and returns ``(y, cache)``.
+    ``(x, positions, cache, lengths)`` and returns ``(y, cache)``; ``lengths`` are the valid tokens
+    of each row (None: all), which a mixer with a running state must not look past.
     """
 
     config: Any
@@ -95,8 +96,9 @@ class DecoderBlock(nn.Module):
         x: Float[Array, "batch time h"],
         positions: Int[Array, "batch time"],
         cache: Any,
+        lengths: Int32[Array, " batch"] | None = None,
     ) -> tuple[Float[Array, "batch time h"], Any]:
-        y, cache = self.self_attn(self.input_layernorm(x), positions, cache)
+        y, cache = self.self_attn(self.input_layernorm(x), positions, cache, lengths)
         x = x + y
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
@@ -172,7 +174,8 @@ class DecoderModel(nn.Module):
         caches, seen = [], []
         for i, layer in enumerate(self.layers):
             seen.append(x)
-            x, layer_cache = layer(x, positions, None if cache is None else cache.layers[i])
+            before = None if cache is None else cache.layers[i]
+            x, layer_cache = layer(x, positions, before, lengths)
             caches.append(layer_cache)
         hidden = self.norm(x)
         if self.is_initializing():
