@@ -122,9 +122,13 @@ def test_quantize_writes_what_the_tools_write(reference, case, dtype):
         if case.startswith("fused"):
             both = [np.abs(stored_weight(reference, f"fused.{i}", dtype)).max() for i in (0, 1)]
             global_scale = nvfp4.global_scale_of(jnp.maximum(*both), convention)
-        found = nvfp4.quantize(jnp.asarray(w), convention=convention, global_scale=global_scale)
-        assert_same_weight(found, want[0])
+        # Rows of zeros change nothing for the others; few shapes are few compilations.
+        rows = {16: 301, 32: 16, 64: 24}[w.shape[1]]
+        padded = jnp.zeros((rows, w.shape[1]), w.dtype).at[: len(w)].set(w)
+        found = nvfp4.quantize(padded, convention=convention, global_scale=global_scale)
         nvfp4.validate(found)
+        cut = dataclasses.replace(found, packed=found.packed[: len(w)], scale=found.scale[: len(w)])
+        assert_same_weight(cut, want[0])
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
