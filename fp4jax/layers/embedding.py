@@ -20,15 +20,17 @@ class Embedding(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     def setup(self):
-        self.weight = weights.variable(
+        # Made here in ``init`` and read from the tree where it is used: an attribute would keep it.
+        weights.variable(
             self,
             "weight",
             lambda key: weights.random_dense(key, self.vocab_size, self.features, self.dtype),
         )
 
     def __call__(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch h"]:
-        return weights.embed(self.weight, ids, self.dtype)
+        return weights.embed(self.get_variable("params", "weight"), ids, self.dtype)
 
     def attend(self, hidden: Float[Array, "*batch h"]) -> Float32[Array, "*batch v"]:
         """f32 logits over the vocabulary."""
-        return weights.matmul(hidden, self.weight, out_dtype=jnp.float32)
+        table = self.get_variable("params", "weight")
+        return weights.matmul(hidden, table, out_dtype=jnp.float32)
