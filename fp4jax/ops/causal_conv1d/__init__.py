@@ -1,0 +1,5 @@
+"""Causal depthwise convolution over time, with its state as an argument and a result."""
+
+from fp4jax.ops.causal_conv1d.api import causal_conv1d
+
+__all__ = ["causal_conv1d"]
