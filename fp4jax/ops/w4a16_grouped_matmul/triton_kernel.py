@@ -89,6 +89,7 @@ def grouped_call(
     """One launch; where K is split, a second, fused pass adds the parts in order."""
     (t, _), (e,), n = x.shape, w.stack, w.n
     split = config.split_k
+    operands = tile.vary_alike(w.words, w.scales, x, w.global_scale, group_sizes)
     parts = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -98,10 +99,14 @@ def grouped_call(
             k=w.k,
             interpret=interpret,
         ),
-        out_shape=jax.ShapeDtypeStruct((split, t, n), out_dtype if split == 1 else jnp.float32),
+        out_shape=jax.ShapeDtypeStruct(
+            (split, t, n),
+            out_dtype if split == 1 else jnp.float32,
+            manual_axis_type=jax.typeof(operands[0]).manual_axis_type,
+        ),
         grid=(pl.cdiv(n, config.block_n), split, most_tiles(t, e, config.block_m)),
         compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
         name="w4a16_grouped_matmul",
-    )(w.words, w.scales, x, w.global_scale, group_sizes)
+    )(*operands)
     return tile.add_parts(parts).astype(out_dtype)

@@ -126,6 +126,17 @@ def apply_shard_scale(
     return total / scale if divide else total * scale
 
 
+def vary_alike(*operands: Array) -> list[Array]:
+    """The operands, all varying over the same mesh axes; a ``shard_map`` wants it said."""
+    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in operands))
+
+    def cast(a: Array) -> Array:
+        missing = tuple(axes - jax.typeof(a).manual_axis_type.varying)
+        return lax.pcast(a, missing, to="varying") if missing else a
+
+    return [cast(a) for a in operands]
+
+
 def add_parts(parts: Float[Array, "split m n"]) -> Float[Array, "m n"]:
     """Sum over the splits of K, always in the same order."""
     total = parts[0]
@@ -181,6 +192,7 @@ def dense_call(
     operands = [w.words, w.scales, x, w.global_scale]
     if bias is not None and split == 1:
         operands.append(bias)
+    operands = vary_alike(*operands)
     parts = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -190,7 +202,11 @@ def dense_call(
             k=w.k,
             interpret=interpret,
         ),
-        out_shape=jax.ShapeDtypeStruct((split, m, n), out_dtype if split == 1 else jnp.float32),
+        out_shape=jax.ShapeDtypeStruct(
+            (split, m, n),
+            out_dtype if split == 1 else jnp.float32,
+            manual_axis_type=jax.typeof(operands[0]).manual_axis_type,
+        ),
         grid=(pl.cdiv(m, config.block_m), split, pl.cdiv(n, config.block_n)),
         compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
