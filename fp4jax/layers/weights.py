@@ -87,6 +87,9 @@ def embed(
     """Rows of an embedding table, quantized or not. Ids out of range are clamped."""
     if isinstance(weight, MarlinWeight):
         return marlin.take_rows(weight, ids, dtype)
+    # The barrier keeps the compiler from widening the whole table once, outside of a generation
+    # loop, and holding that copy.
+    weight, ids = jax.lax.optimization_barrier((weight, ids))
     return jnp.take(weight, ids, axis=0, mode="clip").astype(dtype)
 
 

@@ -121,3 +121,18 @@ def test_a_loop_keeps_no_wide_copy_of_an_unquantized_head():
     x = jnp.ones((1, 256), jnp.float32)
     memory = jax.jit(loop).lower(x, w).compile().memory_analysis()
     assert memory.temp_size_in_bytes < w.nbytes
+
+
+def test_a_loop_keeps_no_wide_copy_of_an_unquantized_embedding():
+    table = jnp.ones((4096, 256), jnp.bfloat16)
+
+    def loop(table, ids):
+        def body(_, ids):
+            rows = layer_weights.embed(table, ids, jnp.float32)
+            return ids + (jnp.sum(rows) > 0).astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, 3, body, ids)
+
+    ids = jnp.zeros(1, jnp.int32)
+    memory = jax.jit(loop).lower(table, ids).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < table.nbytes
