@@ -2,7 +2,8 @@
 
 Tensor parallelism by JAX's own means: a node is split over one mesh axis where its tiles divide,
 and the compiler inserts the collectives. Projections that write the residual stream are split
-along K (16-element scale groups stay whole: a 64-k tile is 16 words), all others along N.
+along K (16-element scale groups stay whole: a 64-k tile is 16 words) where that divides, all
+others along N; what divides neither way is on every device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fp4jax.marlin import MarlinWeight
 AXIS_NAMES = ("model", "tensor", "tp")
 """Mesh axes that weights are split over, first found first; else the mesh's last axis."""
 
-ROW_PARALLEL = ("o_proj", "down_proj")
+ROW_PARALLEL = ("o_proj", "out_proj", "down_proj")
 """Modules split along their input features."""
 
 WORD_TILE = 16
@@ -42,23 +43,30 @@ def place(node: Any, path: tuple[str, ...], mesh: Mesh | None) -> Any:
         return node
     axis = tensor_axis(mesh)
     size = mesh.shape[axis]
-    along_k = len(path) > 1 and path[-2] in ROW_PARALLEL
 
-    def put(array: jax.Array, dim: int | None, tile: int = 1) -> jax.Array:
+    def put(array: jax.Array, dim: int | None) -> jax.Array:
         spec: list[str | None] = [None] * array.ndim
-        if dim is not None and array.shape[dim] % (size * tile) == 0:
+        if dim is not None:
             spec[dim] = axis
         return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
 
+    def split_dim(*tiled: tuple[jax.Array, int]) -> int | None:
+        """K where the path says so and it divides, else N where that divides, else None."""
+        fits = {
+            -1: all(array.shape[-1] % (size * tile) == 0 for array, tile in tiled),
+            -2: all(array.shape[-2] % size == 0 for array, _ in tiled),
+        }
+        along_k = len(path) > 1 and path[-2] in ROW_PARALLEL
+        order = (-1, -2) if along_k else (-2,)
+        return next((dim for dim in order if fits[dim]), None)
+
     if isinstance(node, MarlinWeight):
-        dim = -1 if along_k else -2
+        dim = split_dim((node.words, WORD_TILE), (node.scales, SCALE_TILE))
         return dataclasses.replace(
             node,
-            words=put(node.words, dim, WORD_TILE if along_k else 1),
-            scales=put(node.scales, dim, SCALE_TILE if along_k else 1),
+            words=put(node.words, dim),
+            scales=put(node.scales, dim),
             global_scale=put(node.global_scale, None),
             fingerprint=put(node.fingerprint, None),
         )
-    if node.ndim < 2:
-        return put(node, None)
-    return put(node, -1 if along_k else -2)
+    return put(node, split_dim((node, 1)) if node.ndim >= 2 else None)
