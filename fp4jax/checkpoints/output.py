@@ -70,7 +70,10 @@ class ShardWriter:
         return self._folder / f"part-{i}"
 
     def _flush(self) -> None:
-        save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
+        path = self._part(len(self._shards))
+        save_file(self._pending, path, metadata={"format": "pt"})
+        # The library lets the owner alone read it; the folder has what the user's umask allows.
+        path.chmod(self._folder.stat().st_mode & 0o666)
         self._shards.append(tuple(self._pending))
         self._pending = {}
 

@@ -190,6 +190,8 @@ def test_other_files_are_copied_and_other_weights_are_not(tmp_path):
     written = {"config.json", "hf_quant_config.json", "model.safetensors"}
     assert {file.name for file in target.iterdir()} == {*kept, *written, "generation_config.json"}
     assert all((target / name).read_text() == name for name in kept)
+    modes = {name: (target / name).stat().st_mode for name in written}
+    assert len(set(modes.values())) == 1  # whoever can read one can read all
 
 
 def test_progress_counts_the_bytes_of_the_source(tmp_path):
