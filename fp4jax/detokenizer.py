@@ -11,7 +11,7 @@ import tokenizers
 from fp4jax.errors import TokenizerError
 
 
-class Detokenizer:
+class StreamingDetokenizer:
     """Turns ids into text as they come. All pieces joined are what ``decode`` gives for all ids.
 
     A piece holds complete characters only: bytes that may be the start of a character wait for

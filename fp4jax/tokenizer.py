@@ -11,7 +11,7 @@ import tokenizers
 
 from fp4jax.chat_template import DEFAULT_NAME, ChatTemplate
 from fp4jax.checkpoints.hf_config import read_json
-from fp4jax.detokenizer import Detokenizer, check_id
+from fp4jax.detokenizer import StreamingDetokenizer, check_id
 from fp4jax.errors import CheckpointError, TokenizerError
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -137,9 +137,9 @@ class Tokenizer:
         checked = [check_id(token) for token in ids]
         return self._backend.decode(checked, skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self, *, skip_special_tokens: bool = False) -> Detokenizer:
-        """Turns ids into text as they come; see :class:`Detokenizer`."""
-        return Detokenizer(self._backend, skip_special_tokens=skip_special_tokens)
+    def detokenizer(self, *, skip_special_tokens: bool = False) -> StreamingDetokenizer:
+        """Turns ids into text as they come; see :class:`StreamingDetokenizer`."""
+        return StreamingDetokenizer(self._backend, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self,

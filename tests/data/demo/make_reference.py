@@ -40,7 +40,7 @@ TEXTS = (
 )
 POOL = "abcXYZ  \t\n'\"éüß漢字한국🙂\u0301\u200b\u00a0½٣²Ⅷ0123456789.,;:!?()[]{}_-+*/<>="
 QUESTION = "What is the capital of France?"
-TENSORS = ("embed_tokens", "norm", *(f"layers.{i}." for i in (0, 29)))
+TENSORS = ("model.embed_tokens", "model.norm", "model.layers.0.", "model.layers.29.")
 TOKENS = 24
 
 
@@ -128,7 +128,7 @@ def main(folder, checkpoint):
         folder, gguf_file=file.name, dtype=torch.float32
     )
     state = model.state_dict()
-    chosen = [n for n in state if n.startswith(tuple(f"model.{part}" for part in TENSORS))]
+    chosen = [n for n in state if n.startswith(TENSORS)]
     digests = {name: digest(state[name]) for name in chosen}
     plain = transformers.LlamaForCausalLM(model.config).eval()
     plain.config.quantization_config = None

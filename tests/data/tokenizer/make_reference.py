@@ -24,67 +24,76 @@ TEXTS = (
     "",
     " ",
 )
-CHATS = {
-    "one question": [{"role": "user", "content": "What is 2 < 3 & why?"}],
-    "system": [
-        {"role": "system", "content": "  Answer in “français”.  "},
-        {"role": "user", "content": "Où est la gare ?"},
-    ],
-    "turns": [
-        {"role": "user", "content": "Hi\n"},
-        {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHello!"},
-        {"role": "user", "content": "Bye"},
-    ],
-    "last is the assistant": [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello, \n", "reasoning_content": "greet\n"},
-    ],
-    "tool calls": [
-        {"role": "user", "content": "Weather in 東京?"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {"type": "function", "function": {"name": "w", "arguments": {"city": "東京 <b>"}}},
-                {"type": "function", "function": {"name": "w", "arguments": '{"city": "x"}'}},
-            ],
+
+
+def chats():
+    return {
+        "one question": [{"role": "user", "content": "What is 2 < 3 & why?"}],
+        "system": [
+            {"role": "system", "content": "  Answer in “français”.  "},
+            {"role": "user", "content": "Où est la gare ?"},
+        ],
+        "turns": [
+            {"role": "user", "content": "Hi\n"},
+            {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHello!"},
+            {"role": "user", "content": "Bye"},
+        ],
+        "last is the assistant": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Hello, \n", "reasoning_content": "greet\n"},
+        ],
+        "tool calls": [
+            {"role": "user", "content": "Weather in 東京?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {
+                        "type": "function",
+                        "function": {"name": "w", "arguments": {"city": "東京 <b>"}},
+                    },
+                    {"type": "function", "function": {"name": "w", "arguments": '{"city": "x"}'}},
+                ],
+            },
+            {"role": "tool", "content": '{"t": 21}'},
+            {"role": "tool", "content": '{"t": 3}'},
+        ],
+        "blocks": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "first "},
+                    {"type": "image"},
+                    {"type": "text", "text": "second"},
+                ],
+            }
+        ],
+        "roles do not alternate": [
+            {"role": "user", "content": "a"},
+            {"role": "user", "content": "b"},
+        ],
+    }
+
+
+def options():
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "w",
+            "description": "Weather of a city, “now”, in <°C>.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
         },
-        {"role": "tool", "content": '{"t": 21}'},
-        {"role": "tool", "content": '{"t": 3}'},
-    ],
-    "blocks": [
+    }
+    return (
+        {"add_generation_prompt": True},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": True, "enable_thinking": False},
         {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "first "},
-                {"type": "image"},
-                {"type": "text", "text": "second"},
-            ],
-        }
-    ],
-    "roles do not alternate": [
-        {"role": "user", "content": "a"},
-        {"role": "user", "content": "b"},
-    ],
-}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "w",
-        "description": "Weather of a city, “now”, in <°C>.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
-OPTIONS = (
-    {"add_generation_prompt": True},
-    {"add_generation_prompt": False},
-    {"add_generation_prompt": True, "enable_thinking": False},
-    {
-        "add_generation_prompt": True,
-        "tools": [TOOL],
-        "documents": [{"title": "T", "text": "é & è"}],
-    },
-)
+            "add_generation_prompt": True,
+            "tools": [tool],
+            "documents": [{"title": "T", "text": "é & è"}],
+        },
+    )
 
 
 def train():
@@ -140,17 +149,17 @@ def main():
     rendered = []
     for template in sorted((HERE / "templates").glob("*.jinja")):
         tokenizer.chat_template = template.read_text(encoding="utf-8")
-        for name, chat in CHATS.items():
-            for options in OPTIONS:
-                case = {"template": template.name, "chat": name, "options": options}
+        for name, chat in chats().items():
+            for given in options():
+                case = {"template": template.name, "chat": name, "options": given}
                 try:
-                    case["text"] = tokenizer.apply_chat_template(chat, tokenize=False, **options)
-                    case["ids"] = tokenizer.apply_chat_template(chat, return_dict=False, **options)
+                    case["text"] = tokenizer.apply_chat_template(chat, tokenize=False, **given)
+                    case["ids"] = tokenizer.apply_chat_template(chat, return_dict=False, **given)
                 except Exception as error:
                     case["error"] = str(error)
                 rendered.append(case)
     sections = {"encoded": encoded, "rendered": rendered}
-    lines = [f'"transformers": "{transformers.__version__}"', f'"chats": {_json(CHATS)}']
+    lines = [f'"transformers": "{transformers.__version__}"', f'"chats": {_json(chats())}']
     for name, entries in sections.items():
         lines.append(f'"{name}": [\n' + ",\n".join(map(_json, entries)) + "\n]")
     text = "{\n" + ",\n".join(lines) + "\n}\n"
