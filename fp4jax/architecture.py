@@ -20,6 +20,7 @@ class Architecture:
       model: Flax module class, called as ``model(config=…, dtype=…)``.
       keys: the checkpoint keys of a config.
       skip: tensors left out on purpose, besides those that every architecture leaves out.
+      other_names: names of checkpoints that hold the same text model.
     """
 
     name: str
@@ -27,3 +28,4 @@ class Architecture:
     model: type[DecoderModel]
     keys: Callable[[Any], tuple[Key, ...]]
     skip: tuple[Skip, ...] = ()
+    other_names: tuple[str, ...] = ()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from fp4jax.architecture import Architecture
 from fp4jax.errors import ConfigError
-from fp4jax.models import llama, qwen3, qwen3_moe
+from fp4jax.models import llama, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     llama.ARCHITECTURE,
     qwen3.ARCHITECTURE,
     qwen3_moe.ARCHITECTURE,
+    qwen3_5.ARCHITECTURE,
+    qwen3_5_moe.ARCHITECTURE,
 )
 """Every known architecture."""
 
@@ -24,9 +26,9 @@ def find_architecture(names: list[str]) -> Architecture:
       ConfigError: none of them is known; the known ones are listed.
     """
     for architecture in ARCHITECTURES:
-        if architecture.name in names:
+        if not {architecture.name, *architecture.other_names}.isdisjoint(names):
             return architecture
-    known = ", ".join(architecture.name for architecture in ARCHITECTURES)
+    known = ", ".join(name for a in ARCHITECTURES for name in (a.name, *a.other_names))
     raise ConfigError(
         f"architecture {', '.join(map(repr, names)) or 'unnamed'} is not supported; known: {known}"
     )

@@ -18,11 +18,13 @@ class Key:
 
     Attributes:
       target: path of the module in the tree, ``/`` between names.
-      kind: "vector" (a 1-D parameter), "matrix" (one or several fused linears), "head" (a matrix
-        that a tied model has none of) or "experts" (a stack of matrices).
-      sources: checkpoint module names, one a fused shard; of "experts", with ``{expert}`` in it.
-      rows: output features of each shard; of a vector, its length.
-      k: input features; 0 for a vector.
+      kind: "vector" (a 1-D ``weight``), "parameter" (a tensor of its own), "matrix" (one or several
+        fused linears), "head" (a matrix that a tied model has none of) or "experts" (a stack of
+        matrices).
+      sources: checkpoint module names, one a fused shard; of "experts", with ``{expert}`` in it;
+        of a "parameter", the tensor's own name.
+      rows: output features of each shard; of a vector, its length; of a parameter, its shape.
+      k: input features; 0 for a vector or a parameter.
       experts: matrices in the stack, 0 where there is none.
       bias: whether the config says that the linears have biases; None where it says nothing.
     """
@@ -57,6 +59,11 @@ class Skip:
 def vector(target: str, source: str, size: int) -> Key:
     """A norm's weight ``[size]``."""
     return Key(target, "vector", (source,), (size,))
+
+
+def parameter(target: str, source: str, *shape: int) -> Key:
+    """Tensor ``source`` in its own dtype and ``shape``: what an f32 computation reads."""
+    return Key(target, "parameter", (source,), shape)
 
 
 def linear(target: str, source: str, n: int, k: int, bias: bool | None = None) -> Key:

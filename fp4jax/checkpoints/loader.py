@@ -70,6 +70,8 @@ def load_params(
 
 
 def _make(files: TensorFiles, node: PlannedNode, dtype: jnp.dtype) -> Any:
+    if node.parameter:
+        return jax.device_put(files.read(node.tensors[0].name))
     if not node.matrices:
         parts = [
             np.zeros(rows, dtype) if info is None else files.read(info.name)

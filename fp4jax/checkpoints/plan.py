@@ -32,6 +32,7 @@ class PlannedNode:
       rows: length of each part.
       k: input features, 0 for a vector.
       stacked: whether the node has a leading expert axis.
+      parameter: of a tensor that is taken as it is, its shape; () otherwise.
     """
 
     path: tuple[str, ...]
@@ -41,10 +42,13 @@ class PlannedNode:
     rows: tuple[int, ...] = ()
     k: int = 0
     stacked: bool = False
+    parameter: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical shape."""
+        if self.parameter:
+            return self.parameter
         shape = (sum(self.rows), self.k) if self.k else (sum(self.rows),)
         return (len(self.matrices), *shape) if self.stacked else shape
 
@@ -190,12 +194,15 @@ class _Matcher:
     def nodes(self, key: Key) -> tuple[list[PlannedNode], list[str]]:
         """The nodes that ``key`` makes, and the tensors that it lacks."""
         target = tuple(key.target.split("/"))
-        if key.kind == "vector":
-            name = f"{self.name(key.sources[0])}.weight"
+        if key.kind in ("vector", "parameter"):
+            name, own = self.name(key.sources[0]), key.kind == "parameter"
+            name = name if own else f"{name}.weight"
             if name not in self._files:
                 return [], [name]
             info = self._files.info(name)
             _check_vector(info, key.rows)
+            if own:
+                return [PlannedNode(target, DENSE, (info,), parameter=key.rows)], []
             return [PlannedNode((*target, "weight"), DENSE, (info,), rows=key.rows)], []
         groups, missing = [], []
         for expert in range(key.experts or 1):

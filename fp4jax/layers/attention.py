@@ -1,8 +1,10 @@
-"""Self-attention with grouped queries, rotary positions and an optional q/k norm."""
+"""Self-attention with grouped queries, rotary positions, and optional q/k norm and output gate."""
 
 from __future__ import annotations
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fp4jax.checkpoints.keys import Key, fused, linear, vector
@@ -28,6 +30,10 @@ class Attention(nn.Module):
       window: tokens seen, the own one included; None for all.
       use_bias: biases on q, k, v and o made by ``init``.
       quantized: whether ``init`` makes NVFP4 weights.
+      rotary_dim: channels of a head that are rotated; None for all.
+      zero_centered_norm: the q/k norm multiplies by ``1 + weight``.
+      gated: ``q_proj`` also gives each head a gate (its second half), whose sigmoid multiplies the
+        head's output (arXiv 2505.06708).
     """
 
     hidden_size: int
@@ -39,6 +45,9 @@ class Attention(nn.Module):
     window: int | None = None
     use_bias: bool = False
     quantized: bool = True
+    rotary_dim: int | None = None
+    zero_centered_norm: bool = False
+    gated: bool = False
 
     @nn.compact
     def __call__(
@@ -55,19 +64,26 @@ class Attention(nn.Module):
         """
         del lengths
         batch, time = positions.shape
-        shards = (self.heads * self.head_dim, *(2 * (self.kv_heads * self.head_dim,)))
+        kv = self.kv_heads * self.head_dim
+        shards = ((1 + self.gated) * self.heads * self.head_dim, kv, kv)
         qkv = FusedLinear(shards, QKV, self.use_bias, self.quantized, name="qkv_proj")(x)
-        query, key, value = (part.reshape(batch, time, -1, self.head_dim) for part in qkv)
+        heads = (self.heads, self.kv_heads, self.kv_heads)
+        query, key, value = (
+            part.reshape(batch, time, count, -1) for part, count in zip(qkv, heads, strict=True)
+        )
+        query, gate = query[..., : self.head_dim], query[..., self.head_dim :]
         if self.qk_norm is not None:
-            query = RMSNorm(self.qk_norm, name="q_norm")(query)
-            key = RMSNorm(self.qk_norm, name="k_norm")(key)
-        query = apply_rope(query, positions, self.rope)
-        key = apply_rope(key, positions, self.rope)
+            query = RMSNorm(self.qk_norm, self.zero_centered_norm, name="q_norm")(query)
+            key = RMSNorm(self.qk_norm, self.zero_centered_norm, name="k_norm")(key)
+        query = apply_rope(query, positions, self.rope, self.rotary_dim)
+        key = apply_rope(key, positions, self.rope, self.rotary_dim)
         keys, values = key, value
         if cache is not None:
             cache = cache.write(key, value, positions[:, 0])
             keys, values = cache.keys, cache.values
         out = attention(query, keys, values, positions, window=self.window)
+        if self.gated:
+            out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype)
         out = out.reshape(batch, time, -1)
         out_proj = Linear(self.hidden_size, self.use_bias, self.quantized, name="o_proj")
         return out_proj(out), cache
@@ -83,11 +99,12 @@ def attention_keys(
     head_dim: int,
     qk_norm: bool = False,
     bias: bool | None = None,
+    gated: bool = False,
 ) -> tuple[Key, ...]:
     """Checkpoint keys of an :class:`Attention` at tree path ``target``."""
     q, kv = heads * head_dim, kv_heads * head_dim
     norms = ("q_norm", "k_norm") if qk_norm else ()
-    shards = dict(zip(QKV, (q, kv, kv), strict=True))
+    shards = dict(zip(QKV, ((1 + gated) * q, kv, kv), strict=True))
     return (
         fused(f"{target}/qkv_proj", source, shards, hidden_size, bias),
         *(vector(f"{target}/{name}", f"{source}.{name}", head_dim) for name in norms),

@@ -58,7 +58,7 @@ class DecoderOutput:
 class DecoderBlock(nn.Module):
     """Pre-norm residual block: ``x += mixer(norm(x))``, then ``x += feed_forward(norm(x))``.
 
-    A model overrides :meth:`mixer` and :meth:`feed_forward`. A mixer is called with
+    A model overrides :meth:`mixer`, :meth:`feed_forward`, :meth:`new_norm`. A mixer is called with
     ``(x, positions, cache, lengths)`` and returns ``(y, cache)``; ``lengths`` are the valid tokens
     of each row (None: all), which a mixer with a running state must not look past.
     """
@@ -68,10 +68,19 @@ class DecoderBlock(nn.Module):
     quantized: bool = True
 
     def setup(self):
-        self.input_layernorm = RMSNorm(self.config.rms_norm_eps)
-        self.self_attn = self.mixer()
-        self.post_attention_layernorm = RMSNorm(self.config.rms_norm_eps)
+        self.input_layernorm = self.new_norm()
+        setattr(self, self.mixer_name(), self.mixer())
+        self.post_attention_layernorm = self.new_norm()
         self.mlp = self.feed_forward()
+
+    @nn.nowrap
+    def mixer_name(self) -> str:
+        """What the mixer is called in the tree."""
+        return "self_attn"
+
+    def new_norm(self) -> nn.Module:
+        """A norm of the residual stream; default: RMSNorm."""
+        return RMSNorm(self.config.rms_norm_eps)
 
     def mixer(self) -> nn.Module:
         """The layer that mixes tokens; default: attention."""
@@ -98,7 +107,8 @@ class DecoderBlock(nn.Module):
         cache: Any,
         lengths: Int32[Array, " batch"] | None = None,
     ) -> tuple[Float[Array, "batch time h"], Any]:
-        y, cache = self.self_attn(self.input_layernorm(x), positions, cache, lengths)
+        mixer = getattr(self, self.mixer_name())
+        y, cache = mixer(self.input_layernorm(x), positions, cache, lengths)
         x = x + y
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
@@ -106,8 +116,8 @@ class DecoderBlock(nn.Module):
 class DecoderModel(nn.Module):
     """A decoder-only language model. Hashable and static under ``jit``; holds no array.
 
-    A model overrides :meth:`block`, and :meth:`block_cache` where its cache is not a
-    :class:`~fp4jax.layers.cache.KVCache`.
+    A model overrides :meth:`block`, :meth:`new_norm` where its last norm is not the usual one, and
+    :meth:`block_cache` where its cache is not a :class:`~fp4jax.layers.cache.KVCache`.
 
     Attributes:
       config: sizes, frozen.
@@ -123,13 +133,17 @@ class DecoderModel(nn.Module):
         c = self.config
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, self.dtype)
         self.layers = [self.block(i) for i in range(c.num_hidden_layers)]
-        self.norm = RMSNorm(c.rms_norm_eps)
+        self.norm = self.new_norm()
         if not c.tie_word_embeddings:
             self.lm_head = Linear(c.vocab_size, quantized=False)
 
     def block(self, index: int) -> nn.Module:
         """Layer ``index``."""
         return DecoderBlock(self.config, index, self.quantized)
+
+    def new_norm(self) -> nn.Module:
+        """The norm after the last layer; default: RMSNorm."""
+        return RMSNorm(self.config.rms_norm_eps)
 
     @nn.nowrap
     def block_cache(self, index: int, batch: int, capacity: int, dtype: jnp.dtype) -> Any:
@@ -194,16 +208,32 @@ class DecoderModel(nn.Module):
 
 
 def decoder_keys(
-    config: DecoderConfig, *, qk_norm: bool = False, mlp_keys: Any = None
+    config: DecoderConfig, *, qk_norm: bool = False, mixer_keys: Any = None, mlp_keys: Any = None
 ) -> tuple[Key, ...]:
     """Checkpoint keys of a :class:`DecoderModel` with :class:`DecoderBlock` layers.
 
     Args:
       config: sizes.
       qk_norm: whether q and k are normed.
-      mlp_keys: ``(layer, target, source) -> keys`` of a layer's feed-forward part; default SwiGLU.
+      mixer_keys: ``(layer, target, source) -> keys`` of a layer's mixer, from the paths of the
+        layer; default attention.
+      mlp_keys: ``(layer, target, source) -> keys`` of a layer's feed-forward part, from its own
+        paths; default SwiGLU.
     """
     h = config.hidden_size
+
+    def self_attention(layer: int, target: str, source: str) -> tuple[Key, ...]:
+        del layer
+        return attention_keys(
+            f"{target}/self_attn",
+            f"{source}.self_attn",
+            hidden_size=h,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            qk_norm=qk_norm,
+            bias=config.attention_bias,
+        )
 
     def swiglu(layer: int, target: str, source: str) -> tuple[Key, ...]:
         del layer
@@ -222,16 +252,7 @@ def decoder_keys(
             vector(f"{target}/{name}", f"{source}.{name}", h)
             for name in ("input_layernorm", "post_attention_layernorm")
         ]
-        keys += attention_keys(
-            f"{target}/self_attn",
-            f"{source}.self_attn",
-            hidden_size=h,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            qk_norm=qk_norm,
-            bias=config.attention_bias,
-        )
+        keys += (mixer_keys or self_attention)(i, target, source)
         keys += (mlp_keys or swiglu)(i, f"{target}/mlp", f"{source}.mlp")
     keys += [vector("norm", "model.norm", h), head("lm_head", "lm_head", config.vocab_size, h)]
     return tuple(keys)
