@@ -132,7 +132,7 @@ def keep_compiled_programs() -> None:
     """
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
 
 

@@ -16,7 +16,10 @@ def run_quantize(
     target: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; must be new.")],
     exclude: Annotated[
         list[str] | None,
-        typer.Option("--exclude", help="Modules to leave alone: names or wildcards; repeatable."),
+        typer.Option(
+            "--exclude",
+            help="Modules to leave alone, in place of lm_head: names or wildcards; repeatable.",
+        ),
     ] = None,
     format: Annotated[
         str, typer.Option("--format", help="modelopt or compressed-tensors.")
@@ -30,9 +33,9 @@ def run_quantize(
         quantize_checkpoint(
             source,
             target,
+            exclude=exclude,
             format=format,
             progress=report,
-            **({} if exclude is None else {"exclude": tuple(exclude)}),
         )
     if not quiet:
         sizes = [

@@ -32,5 +32,5 @@ class Embedding(nn.Module):
 
     def attend(self, hidden: Float[Array, "*batch h"]) -> Float32[Array, "*batch v"]:
         """f32 logits over the vocabulary."""
-        table = self.get_variable("params", "weight")
+        table: weights.Weight = self.get_variable("params", "weight")
         return weights.matmul(hidden, table, out_dtype=jnp.float32)
