@@ -89,8 +89,8 @@ def embed(
         return marlin.take_rows(weight, ids, dtype)
     # The barrier keeps the compiler from widening the whole table once, outside of a generation
     # loop, and holding that copy.
-    weight, ids = jax.lax.optimization_barrier((weight, ids))
-    return jnp.take(weight, ids, axis=0, mode="clip").astype(dtype)
+    held: tuple[Array, Array] = jax.lax.optimization_barrier((weight, ids))
+    return jnp.take(*held, axis=0, mode="clip").astype(dtype)
 
 
 def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
