@@ -107,6 +107,7 @@ def test_reasons_are_given_in_words():
     assert triton.unsupported_reason(_spec(w, device_kind="NVIDIA H200")) is None
     assert triton.slower_reason(_spec(w, m=MOST_ROWS)) is None
     assert f"M = {MOST_ROWS + 1}" in triton.slower_reason(_spec(w, m=MOST_ROWS + 1))
+    assert triton.slower_reason(_spec(w, m=MOST_ROWS + 1, x_dtype="float32")) is None
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU answers")
@@ -130,10 +131,10 @@ def test_under_vmap_and_shard_map():
     mesh = jax.make_mesh((devices,), ("rows",), axis_types=(AxisType.Auto,))
     y = jax.jit(
         jax.shard_map(
-            lambda x: w4a16_matmul(x, w, out_dtype=jnp.float32),
+            lambda x, w: w4a16_matmul(x, w, out_dtype=jnp.float32),
             mesh=mesh,
-            in_specs=P("rows"),
+            in_specs=(P("rows"), P()),
             out_specs=P("rows"),
         )
-    )(x)
+    )(x, w)
     assert error(y.reshape(8, 24), wanted) < 1e-6

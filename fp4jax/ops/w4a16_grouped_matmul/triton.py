@@ -26,7 +26,8 @@ def slower_reason(spec: MatmulSpec) -> str | None:
 
 def grouped_tile_config(t: int, e: int, n: int, k: int, x_dtype) -> TileConfig:
     """How :func:`grouped_matmul_triton` cuts ``t`` rows of ``e`` experts, spread evenly."""
-    config = dense.tile_shape(-(-t // e), x_dtype)
+    # Groups are uneven: blocks of over 64 rows were slower at any number of rows.
+    config = dense.tile_shape(min(-(-t // e), 64), x_dtype)
     programs = most_tiles(t, e, config.block_m) * -(-n // config.block_n)
     return dense.split_k(config, programs, k)
 

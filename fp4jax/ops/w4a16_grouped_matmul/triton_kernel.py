@@ -30,26 +30,25 @@ def find_tile(
 
     Args:
       index: number of the tile.
-      sizes: rows a group, padded with zeros to any length over ``e``.
+      sizes: rows a group, padded with zeros to any length from ``e`` on.
 
     Returns:
-      Its group (``e`` for the rows past the last one), its first row, and the end of its group;
-      where there is no such tile, the first row is ``t`` or more.
+      Its group (``e`` or more for the rows past the last one), its first row, and the end of its
+      group; where there is no such tile, the first row is ``t`` or more.
     """
     group = lax.iota(jnp.int32, sizes.shape[0])
-    sizes = jnp.where(group == e, t, sizes)  # more than there are: cut at t below
     tiles = lax.div(sizes + (block_m - 1), jnp.int32(block_m))
     mine = jnp.sum((jnp.cumsum(tiles) <= index).astype(jnp.int32))
     first = index * block_m + jnp.sum(jnp.where(group < mine, sizes - tiles * block_m, 0))
     end = jnp.sum(jnp.where(group <= mine, sizes, 0))
-    return mine, first, jnp.minimum(end, t)
+    return mine, first, jnp.where(mine < e, jnp.minimum(end, t), t)
 
 
 def _kernel(
     words, scales, x, global_scale, group_sizes, out, *, config, shards, divide, k, interpret
 ):
     (t, n), (e,) = out.shape[1:], group_sizes.shape
-    group = lax.iota(jnp.int32, pl.next_power_of_2(e + 1))
+    group = lax.iota(jnp.int32, pl.next_power_of_2(e))
     sizes = plgpu.load(group_sizes.at[jnp.minimum(group, e - 1)], mask=group < e, other=0)
     mine, first, end = find_tile(pl.program_id(2), sizes, t, e, config.block_m)
     row = first + lax.iota(jnp.int32, config.block_m)
