@@ -14,8 +14,6 @@ import fp4jax
 from fp4jax.checkpoints.sharding import place, tensor_axis
 from fp4jax.marlin import MarlinWeight
 
-NAMES = ["llama-modelopt", "llama-odd-modelopt", "qwen3moe-ct"]
-
 
 def mesh_of(*shape: int, names=("model",)) -> Mesh:
     count = int(np.prod(shape))
@@ -24,7 +22,7 @@ def mesh_of(*shape: int, names=("model",)) -> Mesh:
     return Mesh(np.asarray(devices).reshape(shape), names)
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=["llama-odd-modelopt", "qwen3moe-ct"])
 def engines(request, oracles):
     """Name, reference outputs, an engine on one device and one on four."""
     folder = oracles / request.param
@@ -86,7 +84,7 @@ def test_every_device_holds_a_part(engines):
     assert len(parts) == 4 and len(set(parts.values())) == 1
     (part,) = set(parts.values())
     # Norms and scales are everywhere; sizes that do not divide are, too.
-    share = {"llama-modelopt": 0.27, "llama-odd-modelopt": 0.45, "qwen3moe-ct": 0.27}[name]
+    share = {"llama-odd-modelopt": 0.45, "qwen3moe-ct": 0.27}[name]
     assert 0.25 * single.nbytes <= part <= share * single.nbytes, part / single.nbytes
 
 
@@ -95,29 +93,36 @@ def spec_of(leaf) -> tuple:
     return spec + (None,) * (leaf.ndim - len(spec))
 
 
-def test_which_axis_is_split(engines):
+def test_which_axis_is_split(oracles):
     """Projections into the residual stream along K, the rest along N, the small leaves not."""
-    name, _, _, spread = engines
-    assert all(isinstance(leaf.sharding, NamedSharding) for _, leaf in leaves(spread.params))
-    layer = spread.params["layers_0"]
-    if name == "llama-modelopt":
-        qkv, out = (layer["self_attn"][key]["weight"] for key in ("qkv_proj", "o_proj"))
-        assert spec_of(qkv.words) == spec_of(qkv.scales) == ("model", None)
-        down = layer["mlp"]["down_proj"]["weight"]
-        assert spec_of(down.words) == spec_of(down.scales) == (None, "model")
-        assert spec_of(out.words) == ("model", None)  # K = 128 is two tiles of 64, not four
-        assert spec_of(spread.params["embed_tokens"]["weight"]) == ("model", None)
-        for small in (qkv.global_scale, qkv.fingerprint, layer["input_layernorm"]["weight"]):
-            assert set(spec_of(small)) == {None}
-    if name == "qwen3moe-ct":
-        experts = layer["mlp"]["gate_up_proj"]["weight"]
-        assert spec_of(experts.words) == (None, "model", None)
-        assert experts.stack == (6,)
-    if name == "llama-odd-modelopt":  # N = 301, padded to 304 = 4 * 76
-        head = spread.params["lm_head"]["weight"]
-        assert (head.n, head.words.shape[0], spec_of(head.words)) == (301, 304, ("model", None))
-        table = spread.params["embed_tokens"]["weight"]
-        assert (table.shape[0], spec_of(table)) == (301, (None, None))
+
+    def load(name):
+        mesh = mesh_of(4)
+        model = fp4jax.load_model(oracles / name, dtype="float32", mesh=mesh, progress=False)
+        assert all(isinstance(leaf.sharding, NamedSharding) for _, leaf in leaves(model.params))
+        return model.params
+
+    params = load("llama-modelopt")
+    layer = params["layers_0"]
+    qkv, out = (layer["self_attn"][name]["weight"] for name in ("qkv_proj", "o_proj"))
+    down = layer["mlp"]["down_proj"]["weight"]
+    assert spec_of(qkv.words) == spec_of(qkv.scales) == ("model", None)
+    assert spec_of(down.words) == spec_of(down.scales) == (None, "model")
+    assert spec_of(out.words) == ("model", None)  # K = 128 is two tiles of 64, not four
+    assert spec_of(params["embed_tokens"]["weight"]) == ("model", None)
+    for small in (qkv.global_scale, qkv.fingerprint, layer["input_layernorm"]["weight"]):
+        assert set(spec_of(small)) == {None}
+    parts = device_bytes(params)
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert max(parts.values()) < 0.27 * total
+
+    experts = load("qwen3moe-ct")["layers_0"]["mlp"]["gate_up_proj"]["weight"]
+    assert experts.stack == (6,) and spec_of(experts.words) == (None, "model", None)
+
+    params = load("llama-odd-modelopt")  # N = 301, padded to 304 = 4 * 76 where it is NVFP4
+    head, table = params["lm_head"]["weight"], params["embed_tokens"]["weight"]
+    assert (head.n, head.words.shape[0], spec_of(head.words)) == (301, 304, ("model", None))
+    assert (table.shape[0], spec_of(table)) == (301, (None, None))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_a_quantized_head_replaces_only_the_head():
 
 
 def test_a_fresh_model_runs_and_its_values_are_of_order_one():
-    module = load("qwen3moe-modelopt").module
+    module = load("qwen3-ct-nvfp4").module
     params = jax.jit(module.init)(jax.random.key(1), TOKENS)["params"]
     logits = np.asarray(forward(module, params, jnp.asarray([[3, 1, 4, 1, 5, 9, 2, 6]], jnp.int32)))
     assert np.isfinite(logits).all()
