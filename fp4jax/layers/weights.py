@@ -20,6 +20,7 @@ from fp4jax.marlin import MarlinWeight
 from fp4jax.ops.dense_matmul import dense_matmul
 from fp4jax.ops.dense_matmul.xla import dot_xla
 from fp4jax.ops.grouped import loop_over_groups
+from fp4jax.ops.varying import vary_alike
 from fp4jax.ops.w4a16_grouped_matmul import w4a16_grouped_matmul
 from fp4jax.ops.w4a16_matmul import w4a16_matmul
 
@@ -76,6 +77,7 @@ def _grouped_dot(x: Array, weight: Array, group_sizes: Array) -> Array:
 
 def _grouped_dot_cpu(x: Array, weight: Array, group_sizes: Array) -> Array:
     # The CPU backend's own ragged_dot multiplies every row with every expert.
+    x, weight, group_sizes = vary_alike(x, weight, group_sizes)
     return loop_over_groups(
         x, group_sizes, weight.shape[1], lambda e: weight[e], dot_xla, jnp.float32
     )

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
+from fp4jax.ops.varying import vary_alike
+
 BLOCK_ROWS = 64
 """Rows multiplied at once; a group's last block may hold fewer of its own."""
 
@@ -31,7 +33,8 @@ def loop_over_groups(
     """``multiply(rows of group e, prepare(e))`` for each group that has rows; others are 0.
 
     Args:
-      x: rows sorted by group.
+      x: rows sorted by group; inside a ``shard_map`` it varies over all axes that the matrices
+        vary over (:func:`fp4jax.ops.varying.vary_alike`).
       group_sizes: rows of each.
       n: output features.
       prepare: called with a group's (traced) index, once a group that has rows.
@@ -43,7 +46,7 @@ def loop_over_groups(
     # Room for a block to run past the last row instead of being shifted back by the slice.
     padded = jnp.pad(x, ((0, block), (0, 0)))
     ends = jnp.cumsum(group_sizes)
-    out = jnp.zeros((rows + block, n), out_dtype)
+    out, _ = vary_alike(jnp.zeros((rows + block, n), out_dtype), padded)
 
     def serve(e: Array, out: Array) -> Array:
         matrix, end = prepare(e), ends[e]

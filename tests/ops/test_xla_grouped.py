@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 from op_reference import error, grouped_matmul, make_weights, make_x
 
 from fp4jax.errors import FormatError
@@ -136,3 +137,26 @@ def test_a_loop_keeps_no_wide_copy_of_an_unquantized_embedding():
     ids = jnp.zeros(1, jnp.int32)
     memory = jax.jit(loop).lower(table, ids).compile().memory_analysis()
     assert memory.temp_size_in_bytes < table.nbytes
+
+
+@pytest.mark.parametrize("rows", [6, FUSED_PAIRS + 8])
+def test_a_shard_map_splits_the_features(rows):
+    """Each device has some output features of every expert; none needs another's."""
+    weights, w = make_weights((64,), 32, stack=(3,))
+    x = jnp.asarray(make_x(rows, 32, np.float32))
+    sizes = (2, 0, rows - 3)
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("model",))
+
+    def shard(x, words, scales, sizes):
+        mine = dataclasses.replace(w, words=words, scales=scales, shards=(16,))
+        return w4a16_grouped_matmul(x, mine, sizes)
+
+    features = PartitionSpec(None, "model")
+    call = jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), features, features, PartitionSpec()),
+        out_specs=features,
+    )
+    y = jax.jit(call)(x, w.words, w.scales, jnp.asarray(sizes, jnp.int32))
+    assert error(y, grouped_matmul(x, weights, sizes)) < 1e-6

@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int, Int32
 
 from fp4jax.marlin import MarlinWeight
+from fp4jax.ops.varying import vary_alike
 from fp4jax.ops.w4a16_grouped_matmul.triton import most_tiles
 from fp4jax.ops.w4a16_matmul import triton_kernel as tile
 from fp4jax.ops.w4a16_matmul.triton import TileConfig
@@ -88,7 +89,7 @@ def grouped_call(
     """One launch; where K is split, a second, fused pass adds the parts in order."""
     (t, _), (e,), n = x.shape, w.stack, w.n
     split = config.split_k
-    operands = tile.vary_alike(w.words, w.scales, x, w.global_scale, group_sizes)
+    operands = vary_alike(w.words, w.scales, x, w.global_scale, group_sizes)
     parts = pl.pallas_call(
         functools.partial(
             _kernel,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from fp4jax import marlin
 from fp4jax.ops.grouped import group_of_row, loop_over_groups
+from fp4jax.ops.varying import vary_alike
 from fp4jax.ops.w4a16_matmul.xla import decode_fast, decoded_dot, fused_rows
 
 FUSED_PAIRS = 64
@@ -34,6 +36,8 @@ def grouped_matmul_xla(
     out_dtype,
 ) -> Float[Array, "t n"]:
     """Row t times the expert whose group holds it; rows past the last group are 0."""
+    x, group_sizes, *leaves = vary_alike(x, group_sizes, *jax.tree.leaves(w))
+    w = jax.tree.unflatten(jax.tree.structure(w), leaves)
     # As in the plain op: a decode must not be hoisted out of a generation loop.
     x, w = lax.optimization_barrier((x, w))
     sums = lax.platform_dependent(x, w, group_sizes, cpu=_accumulate_cpu, default=_accumulate)
@@ -68,9 +72,10 @@ def _row_by_row(
     def serve(row: Array, e: Array) -> Array:
         return fused_rows(row[None], w.words[e][None], w.scales[e][None])[0, : w.n]
 
+    nothing, _ = vary_alike(jnp.zeros(w.n, jnp.float32), x)
+
     def step(args: tuple[Array, Array]) -> Array:
         row, e = args
-        nothing = jnp.zeros(w.n, jnp.float32)
         return lax.cond(e < w.stack[0], serve, lambda _row, _e: nothing, row, e)
 
     return lax.map(step, (x, owner))

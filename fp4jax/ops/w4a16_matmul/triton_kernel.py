@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from fp4jax.marlin import K_MULTIPLE, MarlinWeight
 from fp4jax.nvfp4 import BLOCK_SIZE
+from fp4jax.ops.varying import vary_alike
 from fp4jax.ops.w4a16_matmul.triton import TileConfig
 from fp4jax.ops.w4a16_matmul.triton_decode import PLANES, bf16_parts, decoder_of, operand
 
@@ -124,17 +125,6 @@ def apply_shard_scale(
     if len(shards) > 1:
         scale = scale[:, None]
     return total / scale if divide else total * scale
-
-
-def vary_alike(*operands: Array) -> list[Array]:
-    """The operands, all varying over the same mesh axes; a ``shard_map`` wants it said."""
-    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in operands))
-
-    def cast(a: Array) -> Array:
-        missing = tuple(axes - jax.typeof(a).manual_axis_type.varying)
-        return lax.pcast(a, missing, to="varying") if missing else a
-
-    return [cast(a) for a in operands]
 
 
 def add_parts(parts: Float[Array, "split m n"]) -> Float[Array, "m n"]:
