@@ -9,20 +9,70 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, UInt8, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt8, UInt32
 
 E2M1_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Midpoints between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; odd positions round up."""
 
 
 def exact_divide(a: Float32[Array, "*s"], b: Float32[Array, "*#s"]) -> Float32[Array, "*s"]:
-    """``a / b`` as IEEE 754 rounds it, jitted or not.
+    """``a / b`` as IEEE 754 rounds it, on every backend, jitted or not; ``b`` is positive.
 
-    XLA turns ``x / c`` and ``x / broadcast(y)`` into products with a reciprocal, and
-    ``x / (s / g)`` into ``(x * g) / s``. A divisor that depends on the dividend, if only formally,
-    is neither. (An optimization barrier would be lost on a divisor that ``vmap`` broadcasts.)
+    A backend's own quotient can be a few units in the last place off: GPUs divide that way, and
+    XLA turns ``x / c`` and ``x / broadcast(y)`` into products with a reciprocal. Operands and
+    quotients outside f32's normal range are left to the backend.
     """
-    return a / jnp.where(jnp.isnan(a), a, b)
+    b = jnp.broadcast_to(b, a.shape)
+    magnitude = jnp.abs(a)
+    (a_part, a_exponent), (b_part, b_exponent) = _parts(magnitude), _parts(b)
+    quotient = correct_quotient(a_part, b_part, a_part / b_part)
+    shift = a_exponent - b_exponent
+    exact = quotient * _power_of_two(shift // 2) * _power_of_two(shift - shift // 2)
+    tiny = jnp.finfo(jnp.float32).tiny
+    usable = (magnitude >= tiny) & (magnitude < jnp.inf) & (b >= tiny) & (b < jnp.inf)
+    return jnp.copysign(jnp.where(usable, exact, magnitude / b), a)
+
+
+def correct_quotient(
+    a: Float32[Array, "*s"], b: Float32[Array, "*s"], quotient: Float32[Array, "*s"]
+) -> Float32[Array, "*s"]:
+    """``a / b`` rounded to nearest, of values in [1, 2), from a quotient a few units off."""
+    # Off by less than one unit afterwards, so that the next remainder is exact.
+    near = quotient + _remainder(a, b, quotient) / b
+    rest = _remainder(a, b, near)
+    bits = jax.lax.bitcast_convert_type(near, jnp.uint32)
+    power = jax.lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
+    half = power * b * 2.0**-24  # half a unit of ``near``, times b; exact, as is the comparison
+    # Below a power of two the units are half as large. (No quotient lies midway.)
+    half_below = jnp.where(bits & jnp.uint32(0x007FFFFF) == 0, half * 0.5, half)
+    bits = bits + (rest > half).astype(jnp.uint32) - (rest < -half_below).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _parts(x: Float32[Array, "*s"]) -> tuple[Float32[Array, "*s"], Int32[Array, "*s"]]:
+    """Mantissa in [1, 2) and exponent of normal positive values."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    mantissa = (bits & jnp.int32(0x007FFFFF)) | jnp.int32(127 << 23)
+    return jax.lax.bitcast_convert_type(mantissa, jnp.float32), (bits >> 23) - 127
+
+
+def _power_of_two(exponent: Int32[Array, "*s"]) -> Float32[Array, "*s"]:
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def _remainder(
+    a: Float32[Array, "*s"], b: Float32[Array, "*s"], quotient: Float32[Array, "*s"]
+) -> Float32[Array, "*s"]:
+    """``a - quotient * b``, from products of 12-bit halves, each exact (Dekker 1971)."""
+    b_high, b_low = _halves(b)
+    q_high, q_low = _halves(quotient)
+    return a - q_high * b_high - q_high * b_low - q_low * b_high - q_low * b_low
+
+
+def _halves(x: Float32[Array, "*s"]) -> tuple[Float32[Array, "*s"], Float32[Array, "*s"]]:
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFF000)
+    high = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return high, x - high
 
 
 def is_nonzero(x: Float32[Array, "*s"]) -> Bool[Array, "*s"]:

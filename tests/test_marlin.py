@@ -224,11 +224,12 @@ def test_take_rows(divisor):
 
 def test_apply_global_scale_keeps_to_each_row():
     for divisor in (False, True):
-        w = marlin.repack([make_weight(n, 16, seed=n, divisor=divisor) for n in (3, 4)])
-        first, second = np.asarray(w.global_scale)
+        w = marlin.repack([make_weight(n, 16, divisor=divisor) for n in (3, 4)])
+        # Powers of two: a backend may multiply by a rounded reciprocal here.
+        w = dataclasses.replace(w, global_scale=jnp.asarray([4, 0.125], jnp.float32))
         found = marlin.apply_global_scale(w, jnp.ones((2, 7), jnp.float32))
-        want = np.array([first] * 3 + [second] * 4)
-        np.testing.assert_array_equal(found, np.tile(1 / want if divisor else want, (2, 1)))
+        want = [0.25] * 3 + [8] * 4 if divisor else [4] * 3 + [0.125] * 4
+        np.testing.assert_array_equal(found, [want, want])
 
 
 @pytest.mark.parametrize(
@@ -422,7 +423,7 @@ def test_repack_needs_little_memory(stack, shards, k):
 def test_checksum_needs_no_copy(dtype):
     x = jax.ShapeDtypeStruct((1024, 1024), dtype)
     needs = jax.jit(checksum).lower(x).compile().memory_analysis()
-    assert needs.temp_size_in_bytes <= 1.01 * x.size * x.dtype.itemsize
+    assert needs.temp_size_in_bytes <= 0.01 * x.size * x.dtype.itemsize
 
 
 # Random weights.
