@@ -49,16 +49,12 @@ def hash_text(text: str) -> int:
 
 
 def _words(x: Array) -> UInt32[Array, " size"]:
-    """The array's bits, as many elements a word as fit and come out even, the first one lowest."""
-    width = 8 * x.dtype.itemsize
-    flat = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}")).reshape(-1)
-    count = 32 // width if flat.size % (32 // width) == 0 else 1
-    # Not a bitcast: the GPU backend writes 32 bits an element out for that.
-    parts = flat.reshape(-1, count)
-    words = parts[:, 0].astype(jnp.uint32)
-    for i in range(1, count):
-        words |= parts[:, i].astype(jnp.uint32) << (width * i)
-    return words
+    """The array's bits, as many elements a word as fit and come out even."""
+    size = x.dtype.itemsize
+    flat = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * size}")).reshape(-1)
+    if size < 4 and flat.size % (4 // size) == 0:
+        return jax.lax.bitcast_convert_type(flat.reshape(-1, 4 // size), jnp.uint32)
+    return flat.astype(jnp.uint32)
 
 
 def _fmix(h: UInt32[Array, "*s"]) -> UInt32[Array, "*s"]:
