@@ -25,6 +25,7 @@ from fp4jax.checkpoints.hf_config import (
 from fp4jax.checkpoints.loader import check_values, load_params
 from fp4jax.checkpoints.plan import Plan, make_plan
 from fp4jax.checkpoints.quantization import QuantizationConfig, read_quantization
+from fp4jax.checkpoints.stacked import unstack_experts
 from fp4jax.checkpoints.tensors import TensorFiles
 from fp4jax.errors import CheckpointError, CheckpointWarning, ConfigError
 from fp4jax.model import Model
@@ -75,7 +76,7 @@ def open_checkpoint(path: str | Path) -> OpenedCheckpoint:
         quantization = read_quantization(root, hf)
     except ConfigError as error:
         raise type(error)(f"{root}: {error}") from None
-    files = TensorFiles.open(root)
+    files = unstack_experts(TensorFiles.open(root))
     plan = make_plan(
         files,
         architecture.keys(config),

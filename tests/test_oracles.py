@@ -25,12 +25,19 @@ TRANSFORMERS = sorted((HERE / "data" / "transformers").glob("*/reference.safeten
 FILES = {file.parent.name: file for file in (*ORACLES, *TRANSFORMERS)}
 F32_TOLERANCE = 1e-5
 """Of the largest value; 1.7e-6 is reached."""
+RECURRENT_TOLERANCE = 3e-4
+"""Likewise for Qwen3.5, where 1.4e-4 is reached and transformers is 2.6e-5 off its own f64 result.
+
+Heads of linear attention are normed, however small their output is, and one of 1.5e-4 (of 0.07)
+turns the rounding of its f32 inputs into a 30 times larger error. The recurrence itself is within
+1.2e-7 of f64 on the same inputs.
+"""
 BF16_TOLERANCE = 0.02
 """Relative Frobenius error of bf16 activations; at most 0.0132 was measured."""
 
 
 def test_no_reference_is_missing():
-    assert (len(ORACLES), len(TRANSFORMERS)) == (10, 4)
+    assert (len(ORACLES), len(TRANSFORMERS)) == (15, 4)
 
 
 @pytest.fixture(scope="module", params=FILES)
@@ -57,11 +64,13 @@ def every_layer(module, params, tokens):
 def test_logits_and_hidden_states(engine):
     model, oracle = engine
     *hidden, logits = every_layer(model.module, model.params, oracle["input_ids"])
-    assert largest_error(logits, oracle["logits"]) < F32_TOLERANCE
+    recurrent = hasattr(model.config, "delta_net")
+    tolerance = RECURRENT_TOLERANCE if recurrent else F32_TOLERANCE
+    assert largest_error(logits, oracle["logits"]) < tolerance
     if "hidden_states.0" in oracle:
         assert len(hidden) == sum(name.startswith("hidden_states") for name in oracle)
         for i, state in enumerate(hidden):
-            assert largest_error(state, oracle[f"hidden_states.{i}"]) < F32_TOLERANCE, i
+            assert largest_error(state, oracle[f"hidden_states.{i}"]) < tolerance, i
 
 
 @pytest.mark.parametrize(
@@ -142,6 +151,10 @@ def test_rows_of_a_ragged_batch_are_continued_each_from_its_own_end():
 # --- bf16 ---------------------------------------------------------------------------------------
 
 
+BF16 = tuple(f.parent.name for f in ORACLES if not f.parent.name.startswith("qwen3_5"))
+"""Qwen3.5 is compared with transformers' own bf16 in ``tests/models``."""
+
+
 def load_bf16(name: str):
     file = FILES[name]
     model = fp4jax.load_model(file.parent, dtype="bfloat16", progress=False)
@@ -153,7 +166,7 @@ def frobenius(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("name", [f.parent.name for f in ORACLES if "moe" not in f.parent.name])
+@pytest.mark.parametrize("name", [name for name in BF16 if "moe" not in name])
 def test_bf16_of_dense_models(name):
     model, ids, expected = load_bf16(name)
     logits = np.asarray(model(ids))
@@ -178,7 +191,7 @@ def routed(module, params, tokens):
     return module.apply({"params": params}, out.hidden, method="logits"), jnp.stack(chosen)
 
 
-@pytest.mark.parametrize("name", [f.parent.name for f in ORACLES if "moe" in f.parent.name])
+@pytest.mark.parametrize("name", [name for name in BF16 if "moe" in name])
 def test_bf16_of_mixtures_of_experts(name):
     """As accurate as dense models, up to the tokens that bf16 sends to another expert.
 

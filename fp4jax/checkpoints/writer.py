@@ -38,6 +38,9 @@ DEFAULT_EXCLUDE = ("lm_head",)
 ROUTERS = ("*.gate", "*router*", "*.shared_expert_gate")
 """Expert routers, which no recipe quantizes."""
 
+DECAYS = ("*.linear_attn.in_proj_a", "*.linear_attn.in_proj_b")
+"""One value a head for decay and write strength of linear attention; likewise."""
+
 CHUNK_ELEMENTS = 1 << 26
 """Elements quantized at once; bounds the f32 copies of a large matrix."""
 
@@ -150,7 +153,7 @@ def _choose(
     chosen = frozenset(
         m.module
         for m in linears
-        if m.shape[-1] % BLOCK_SIZE == 0 and not matches(m.module, [*patterns, *ROUTERS])
+        if m.shape[-1] % BLOCK_SIZE == 0 and not matches(m.module, [*patterns, *ROUTERS, *DECAYS])
     )
     if not chosen:
         raise ConfigError("nothing is left to quantize; exclude less")

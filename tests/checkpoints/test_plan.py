@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import warnings
+from pathlib import Path
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -37,24 +38,25 @@ def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-
     assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
 
 
-def each_oracle(oracles):
-    return sorted(path for path in oracles.iterdir() if path.is_dir())
+FOLDER = Path(__file__).parents[1] / "oracles"
+EACH_ORACLE = tuple(sorted(path.name for path in FOLDER.iterdir() if path.is_dir()))
 
 
-def test_there_are_ten_reference_checkpoints(oracles):
-    assert len(each_oracle(oracles)) == 10
+def test_no_reference_checkpoint_is_missing():
+    assert len(EACH_ORACLE) >= 15
 
 
-@pytest.mark.parametrize("index", range(10))
-def test_every_tensor_is_used_once_or_skipped_for_a_reason(oracles, index):
-    opened = open_checkpoint(each_oracle(oracles)[index])
+@pytest.mark.parametrize("name", EACH_ORACLE)
+def test_every_tensor_is_used_once_or_skipped_for_a_reason(oracles, name):
+    opened = open_checkpoint(oracles / name)
     used = [tensor.name for node in opened.plan.nodes for tensor in node.tensors]
     skipped = [tensor.name for tensor, _ in opened.plan.skipped]
     counts = collections.Counter(used + skipped)
     assert counts == collections.Counter(opened.files.names())
     assert set(counts.values()) == {1}
     assert all(reason for _, reason in opened.plan.skipped)
-    kinds = {name.rsplit(".", 1)[-1] for name in skipped}
+    text = [name for name in skipped if not name.startswith(("model.visual.", "mtp."))]
+    kinds = {name.rsplit(".", 1)[-1] for name in text}
     assert kinds <= {"input_scale", "input_global_scale", "k_scale", "v_scale"}
     paths = [node.path for node in opened.plan.nodes]
     assert len(set(paths)) == len(paths)

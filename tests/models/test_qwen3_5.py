@@ -1,0 +1,180 @@
+"""Qwen3.5: against transformers, and the same numbers however a sequence is cut into calls.
+
+The states of linear attention are the point: they must see each valid token once, and no padding.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+import fp4jax
+from fp4jax.layers.cache import KVCache
+from fp4jax.layers.gated_delta_net import DeltaNetCache
+
+TESTS = Path(__file__).parents[1]
+HYBRID = TESTS / "data" / "transformers_hybrid"
+REFERENCES = ("qwen3_5-many-values", "qwen3_5-narrow-tied", "qwen3_5moe-stacked")
+PARITY = 1e-4
+"""Of the largest logit, against transformers in f32; 3.5e-5 is reached."""
+SAME = 1e-4
+"""Of the largest logit, between ways to feed the same tokens; 2.3e-5 is reached."""
+ROWS, SLOTS, WIDTH = 3, 96, 16
+
+
+def load(name: str, dtype: str = "float32") -> tuple[fp4jax.Model, dict[str, np.ndarray]]:
+    folder = HYBRID / name if name in REFERENCES else TESTS / "oracles" / name
+    file = folder / ("reference" if name in REFERENCES else "oracle")
+    model = fp4jax.load_model(folder, dtype=dtype, progress=False)
+    return model, load_file(file.with_suffix(".safetensors"))
+
+
+def largest_error(found, expected) -> float:
+    return float(np.abs(np.asarray(found) - expected).max() / np.abs(expected).max())
+
+
+def test_no_reference_is_missing():
+    assert tuple(sorted(p.name for p in HYBRID.iterdir() if p.is_dir())) == REFERENCES
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_logits_and_greedy_tokens_of_transformers(name):
+    """80 tokens: more than one chunk, then one at a time, from states and from keys and values."""
+    model, reference = load(name)
+    ids, expected = reference["input_ids"], reference["greedy_ids"]
+    assert largest_error(model(ids), reference["logits"]) < PARITY
+    found = fp4jax.batch_generate(
+        model, None, ids.tolist(), max_tokens=expected.shape[1], ignore_eos=True, temp=0.0
+    )
+    np.testing.assert_array_equal(np.asarray(found.tokens), expected)
+
+
+# --- one sequence, cut in many ways -------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames="module")
+def step(module, params, tokens, cache, lengths):
+    """Logits of ``tokens`` after what the cache holds, and the advanced cache."""
+    out = module.apply({"params": params}, tokens, cache, lengths)
+    return module.apply({"params": params}, out.hidden, method="logits"), out.cache
+
+
+@pytest.fixture(scope="module", params=["qwen3_5moe-stacked", "qwen3_5-ct-linattn"])
+def fed(request):
+    """A model, ids [3, T], and the logits of their whole."""
+    model, reference = load(request.param)
+    ids = np.concatenate([reference["input_ids"], reference["input_ids"][:1, ::-1]])[:, :40]
+    return model, ids, np.asarray(model(ids))
+
+
+def feed(model, ids: np.ndarray, plan: list[list[int]], width: int, order=None):
+    """Logits of each row fed ``plan[turn][row]`` tokens a turn, between padding, and the cache."""
+    rows, time = ids.shape
+    cache = model.module.init_cache(rows, SLOTS)
+    found = np.full((rows, time, model.config.vocab_size), np.nan, np.float32)
+    at = np.zeros(rows, int)
+    for counts in plan:
+        counts = np.minimum(counts, time - at)
+        piece = np.full((rows, width), 7, np.int32)  # padding is a token like any other
+        for b, n in enumerate(counts):
+            piece[b, :n] = ids[b, at[b] : at[b] + n]
+        lengths = jnp.asarray(counts, jnp.int32)
+        logits, after = step(model.module, model.params, piece, cache, lengths)
+        for b, n in enumerate(counts):
+            found[b, at[b] : at[b] + n] = logits[b, :n]
+            if n == 0:
+                assert_states_equal(cache, after, b)
+        at, cache = at + counts, after
+    assert cache.position.tolist() == at.tolist()
+    return found, cache
+
+
+def states(cache, row: int) -> list[np.ndarray]:
+    layers = [layer for layer in cache.layers if isinstance(layer, DeltaNetCache)]
+    assert layers and any(isinstance(layer, KVCache) for layer in cache.layers)
+    return [np.asarray(leaf[row]) for layer in layers for leaf in (layer.conv, layer.state)]
+
+
+def assert_states_equal(one, other, row: int):
+    for a, b in zip(states(one, row), states(other, row), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("size", [40, 13, 1])
+def test_in_one_go_in_chunks_and_token_by_token(fed, size):
+    model, ids, whole = fed
+    found, _ = feed(model, ids, [[size] * ROWS] * -(-40 // size), size)
+    assert largest_error(found, whole) < SAME
+
+
+TURN = st.lists(st.integers(0, WIDTH), min_size=ROWS, max_size=ROWS)
+
+
+@settings(deadline=None, max_examples=8)
+@given(plan=st.lists(TURN, min_size=1, max_size=3))
+def test_rows_cut_anywhere_and_paused_at_will(fed, plan):
+    """Rows of a batch advance by numbers of their own, 0 among them, then to the end."""
+    model, ids, whole = fed
+    rest = [[WIDTH] * ROWS] * 3
+    found, cache = feed(model, ids, plan + rest, WIDTH)
+    assert largest_error(found, whole) < SAME
+    # The states, too, are those of the plainest way.
+    _, plain = feed(model, ids, rest, WIDTH)
+    for b in range(ROWS):
+        for a, c in zip(states(cache, b), states(plain, b), strict=True):
+            np.testing.assert_allclose(a, c, atol=1e-4 * np.abs(c).max())
+
+
+@settings(deadline=None, max_examples=6)
+@given(order=st.permutations(range(ROWS)), lengths=TURN)
+def test_rows_do_not_know_each_other(fed, order, lengths):
+    model, ids, _ = fed
+    order = np.asarray(order)
+    first, cache = feed(model, ids, [lengths], WIDTH)
+    again, moved = feed(model, ids[order], [np.asarray(lengths)[order]], WIDTH)
+    np.testing.assert_array_equal(again, first[order])
+    for b, row in enumerate(order):
+        for a, c in zip(states(moved, b), states(cache, row), strict=True):
+            np.testing.assert_array_equal(a, c)
+
+
+def test_prompts_of_any_length_are_continued_each_as_if_alone():
+    """Bucketed prompts in chunks: in the second, a row of 3 tokens is all padding."""
+    model, reference = load("qwen3_5moe-stacked")
+    ids, lengths, new = reference["input_ids"], (34, 3, 21), 6
+    prompts = [ids[b % 2, b : b + n].tolist() for b, n in enumerate(lengths)]
+    batch = fp4jax.batch_generate(
+        model, None, prompts, prefill_chunk=16, max_tokens=new, ignore_eos=True, temp=0.0
+    )
+    contexts = [prompt + list(tokens) for prompt, tokens in zip(prompts, batch.tokens, strict=True)]
+    padded = np.asarray([context + [0] * (40 - len(context)) for context in contexts])
+    logits = np.asarray(model(padded))
+    for b, n in enumerate(lengths):
+        expected = logits[b, n - 1 : n - 1 + new].argmax(axis=-1)
+        assert expected.tolist() == list(batch.tokens[b])
+
+
+# --- bf16 ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [("qwen3_5-ct", 0.0559), ("qwen3_5-ct-linattn", 0.1006), ("qwen3_5moe-ct", 0.0822)],
+)
+def test_bf16_is_as_accurate_as_transformers(name, theirs):
+    """``theirs``: relative Frobenius error of transformers 5.24 in bf16 on the same checkpoint."""
+    model, oracle = load(name, "bfloat16")
+    logits, expected = np.asarray(model(oracle["input_ids"])), oracle["logits"]
+    assert np.linalg.norm(logits - expected) / np.linalg.norm(expected) < 1.05 * theirs
+    cache = model.module.init_cache(1, 8)
+    layers = [layer for layer in cache.layers if isinstance(layer, DeltaNetCache)]
+    assert {layer.state.dtype for layer in layers} == {jnp.dtype(jnp.float32)}
+    assert {layer.conv.dtype for layer in layers} == {jnp.dtype(jnp.bfloat16)}
