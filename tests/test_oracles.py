@@ -75,7 +75,7 @@ def test_logits_and_hidden_states(engine):
 
 @pytest.mark.parametrize(
     "engine",
-    ["llama-odd-modelopt", "qwen3-ct-nvfp4", "qwen3moe-ct", "llama-llama3-bias"],
+    ["qwen3moe-ct", "llama-llama3-bias"],
     indirect=True,
 )
 def test_calling_the_model_and_one_prompt_alone(engine):
@@ -88,6 +88,7 @@ def test_calling_the_model_and_one_prompt_alone(engine):
     assert (list(alone.tokens), alone.finish_reason) == (expected, "length")
 
 
+@pytest.mark.parametrize("engine", [file.parent.name for file in ORACLES], indirect=True)
 def test_greedy_tokens(engine):
     model, oracle = engine
     prompts, expected = oracle["input_ids"].tolist(), oracle["greedy_ids"]
@@ -120,9 +121,7 @@ def in_steps(model, ids: np.ndarray, size: int, capacity: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "engine",
-    ["llama-odd-modelopt", "qwen3-ct-nvfp4", "qwen3moe-ct", "qwen3-window", "qwen3moe-sparse"],
-    indirect=True,
+    "engine", ["llama-odd-modelopt", "qwen3-window", "qwen3moe-sparse"], indirect=True
 )
 def test_in_one_go_in_chunks_and_token_by_token(engine):
     model, oracle = engine
