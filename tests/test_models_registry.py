@@ -19,7 +19,7 @@ from fp4jax.layers.decoder import DecoderModel
 from fp4jax.models import ARCHITECTURES, find_architecture
 
 ROOT = Path(__file__).parents[1]
-NAMES = [architecture.name for architecture in ARCHITECTURES]
+NAMES = tuple(architecture.name for architecture in ARCHITECTURES)
 
 
 def test_every_file_is_registered_and_every_name_is_in_one_file():

@@ -20,9 +20,9 @@ import fp4jax
 from fp4jax.layers.linear import Linear
 
 HERE = Path(__file__).parent
-ORACLES = sorted((HERE / "oracles").glob("*/oracle.safetensors"))
-TRANSFORMERS = sorted((HERE / "data" / "transformers").glob("*/reference.safetensors"))
-FILES = {file.parent.name: file for file in (*ORACLES, *TRANSFORMERS)}
+ORACLES = tuple(sorted((HERE / "oracles").glob("*/oracle.safetensors")))
+TRANSFORMERS = tuple(sorted((HERE / "data" / "transformers").glob("*/reference.safetensors")))
+NAMES = tuple(file.parent.name for file in (*ORACLES, *TRANSFORMERS))
 F32_TOLERANCE = 1e-5
 """Of the largest value; 1.7e-6 is reached."""
 RECURRENT_TOLERANCE = 3e-4
@@ -36,14 +36,19 @@ BF16_TOLERANCE = 0.02
 """Relative Frobenius error of bf16 activations; at most 0.0132 was measured."""
 
 
+def file_of(name: str) -> Path:
+    """The reference outputs of a checkpoint."""
+    return (*ORACLES, *TRANSFORMERS)[NAMES.index(name)]
+
+
 def test_no_reference_is_missing():
     assert (len(ORACLES), len(TRANSFORMERS)) == (15, 4)
 
 
-@pytest.fixture(scope="module", params=FILES)
+@pytest.fixture(scope="module", params=NAMES)
 def engine(request):
     """An f32 engine and its reference outputs."""
-    file = FILES[request.param]
+    file = file_of(request.param)
     model = fp4jax.load_model(file.parent, dtype="float32", progress=False)
     return model, load_file(file)
 
@@ -133,7 +138,7 @@ def test_in_one_go_in_chunks_and_token_by_token(engine):
 
 def test_rows_of_a_ragged_batch_are_continued_each_from_its_own_end():
     """Row 1 is 7 tokens shorter; its padding must leave no trace in what follows."""
-    file = FILES["qwen3-unshared-ct"]
+    file = file_of("qwen3-unshared-ct")
     model = fp4jax.load_model(file.parent, dtype="float32", progress=False)
     oracle = load_file(file)
     ids, lengths = oracle["input_ids"].copy(), np.asarray([24, 17], np.int32)
@@ -155,7 +160,7 @@ BF16 = tuple(f.parent.name for f in ORACLES if not f.parent.name.startswith("qwe
 
 
 def load_bf16(name: str):
-    file = FILES[name]
+    file = file_of(name)
     model = fp4jax.load_model(file.parent, dtype="bfloat16", progress=False)
     oracle = load_file(file)
     return model, oracle["input_ids"], oracle["logits"]
@@ -200,7 +205,7 @@ def test_bf16_of_mixtures_of_experts(name):
     to the first such token of their row (later ones attend to it), and those tokens must be few.
     """
     model, ids, expected = load_bf16(name)
-    exact = fp4jax.load_model(FILES[name].parent, dtype="float32", progress=False)
+    exact = fp4jax.load_model(file_of(name).parent, dtype="float32", progress=False)
     logits, chosen = routed(model.module, model.params, ids)
     _, chosen_f32 = routed(exact.module, exact.params, ids)
     same = np.asarray(chosen == chosen_f32).all(axis=(0, -1))

@@ -163,7 +163,7 @@ def llama_logits(oracles):
     return logits(oracles / LLAMA)
 
 
-MEMBERS = ["model.layers.0.self_attn.v_proj", "model.layers.1.mlp.gate_proj"]
+MEMBERS = ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.gate_proj")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["f32", "bf16"])

@@ -160,19 +160,17 @@ def test_the_statement_in_config_json_says_the_same_as_the_file(oracles, tmp_pat
         read_quantization(tmp_path, {"quantization_config": 3})
 
 
-MIXED = {
-    "quant_algo": "MIXED_PRECISION",
-    "quantized_layers": {
+def mixed_layers() -> dict:
+    return {
         "model.layers.0": {"quant_algo": "NVFP4", "group_size": 16},
         "model.layers.1.mlp": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
-    },
-}
+    }
 
 
 def test_mixed_precision_lists_an_algorithm_a_layer(oracles, tmp_path):
     def mixed(stated):
         stated.clear()
-        stated.update(MIXED)
+        stated.update(quant_algo="MIXED_PRECISION", quantized_layers=mixed_layers())
 
     folder = edited(oracles / MODELOPT, tmp_path / "e", quant=mixed)
     with pytest.warns(CheckpointWarning, match=r"4 modules are stored as NVFP4.*layers\.1\.self"):
@@ -187,8 +185,8 @@ def test_mixed_precision_lists_an_algorithm_a_layer(oracles, tmp_path):
 def test_mixed_precision_with_an_unknown_algorithm_names_the_layer(oracles, tmp_path):
     def mixed(stated):
         stated.clear()
-        layers = {**MIXED["quantized_layers"], "lm_head": {"quant_algo": "FP8"}}
-        stated.update(MIXED | {"quantized_layers": layers})
+        layers = mixed_layers() | {"lm_head": {"quant_algo": "FP8"}}
+        stated.update(quant_algo="MIXED_PRECISION", quantized_layers=layers)
 
     folder = edited(oracles / MODELOPT, tmp_path / "e", quant=mixed)
     with refused(ConfigError, "quantized_layers: lm_head", "'FP8'", "MIXED_PRECISION of these"):
@@ -212,13 +210,13 @@ def test_mixed_precision_as_groups_in_config_json(oracles, tmp_path):
         read_quantization(tmp_path, config)
 
 
-EXCLUDED = ["lm_head", "model.layers.0.self_attn.v_proj", "model.layers.1.mlp.gate_proj"]
+EXCLUDED = ("lm_head", "model.layers.0.self_attn.v_proj", "model.layers.1.mlp.gate_proj")
 
 
 @pytest.mark.parametrize(
     "patterns",
     [
-        EXCLUDED,
+        list(EXCLUDED),
         [name.replace("model.", "model.language_model.") for name in EXCLUDED],
         ["lm_head", "*layers.0*v_proj", "*.1.mlp.gate*"],
         ["re:.*lm_head", r"re:.*\.0\.self_attn\.v_proj$", r"re:model\.layers\.1\.mlp\.gate"],

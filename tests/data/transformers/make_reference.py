@@ -98,7 +98,7 @@ def models():
 
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-ROPES = (
+ROPES = (  # fp4jax: allow ES001 (a constant table of JSON)
     {"rope_type": "default", "rope_theta": 1000000.0},
     {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5},
     {**LLAMA3, "rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 8192},

@@ -97,7 +97,7 @@ def models():
 
 
 def randomize(model, generator, dtype):
-    """Weights, exact in ``dtype``: activations stay near 1; norms, biases, decays are not trivial."""
+    """Weights, exact in ``dtype``: activations near 1; norms, biases, decays not trivial."""
     for name, value in model.named_parameters():
         noise = torch.randn(value.shape, generator=generator)
         if name.endswith("linear_attn.norm.weight"):
