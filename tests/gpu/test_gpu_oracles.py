@@ -18,13 +18,17 @@ pytestmark = pytest.mark.gpu
 FILES = tuple(sorted((Path(__file__).parent.parent / "oracles").glob("*/oracle.safetensors")))
 BOUNDS = (("float32", 1e-5), ("bfloat16", 0.02))
 """Relative errors of the logits."""
+RECURRENT_BOUNDS = (("float32", 1e-4), ("bfloat16", 0.05))
+"""Those of Qwen3.5, whose normed heads enlarge rounding: 2.7e-5 and, at the median position, 0.030
+on a CPU, where transformers' own bf16 has 0.026 to 0.042."""
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
 def test_logits(file):
     oracle = load_file(file)
     ids, wanted = jnp.asarray(oracle["input_ids"], jnp.int32), oracle["logits"].astype(np.float64)
-    for dtype, bound in BOUNDS:
+    recurrent = file.parent.name.startswith("qwen3_5")
+    for dtype, bound in RECURRENT_BOUNDS if recurrent else BOUNDS:
         model = fp4jax.load_model(file.parent, dtype=dtype, progress=False)
         lowered = jax.jit(forward, static_argnames="module").lower(model.module, model.params, ids)
         assert "xla.gpu.triton" in lowered.as_text()
@@ -34,5 +38,5 @@ def test_logits(file):
         print(f"{file.parent.name} {dtype}: {total:.2e}, median position {np.median(rows):.2e}")
         # bf16 turns a few near ties of a random router, on any backend; those positions differ
         # altogether, the others must not.
-        by_position = dtype == "bfloat16" and "moe" in file.parent.name
+        by_position = dtype == "bfloat16" and ("moe" in file.parent.name or recurrent)
         assert (np.median(rows) if by_position else total) < bound, dtype
