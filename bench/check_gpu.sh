@@ -9,4 +9,5 @@ if not any(device.platform == "gpu" for device in jax.devices()):
     raise SystemExit(f"no GPU: JAX {jax.__version__} sees {jax.devices()}")
 print("JAX", jax.__version__, "on", jax.devices()[0].device_kind)
 EOF
-exec python3 -m pytest -m gpu tests "$@"
+# One process: each would take most of the memory of the GPU for itself.
+exec python3 -m pytest -m gpu -n 0 tests "$@"

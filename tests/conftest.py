@@ -7,6 +7,8 @@ from pathlib import Path
 
 # Before JAX starts: several CPU devices, so that sharding is tested on any machine.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+# Test processes share a GPU, where there is one.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import pytest

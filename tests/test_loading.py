@@ -77,9 +77,14 @@ def large(request, tmp_path_factory, oracles):
     return write_large(tmp_path_factory.mktemp(request.param) / "large", oracles, request.param)
 
 
-def live_bytes() -> int:
-    gc.collect()
+def device_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
+
+
+def live_bytes() -> int:
+    """The same once garbage is gone, which takes a while in a process of many tests."""
+    gc.collect()
+    return device_bytes()
 
 
 def repack_bytes(node) -> tuple[int, int]:
@@ -110,7 +115,7 @@ def test_peak_memory_while_loading(large):
     nodes = list(plan.nodes)
     before, samples = live_bytes(), []
     model = fp4jax.load_model(
-        large, dtype="bfloat16", progress=lambda *_: samples.append(live_bytes() - before)
+        large, dtype="bfloat16", progress=lambda *_: samples.append(device_bytes() - before)
     )
     final = live_bytes() - before
     assert final == pytest.approx(model.nbytes, abs=1000)
@@ -147,7 +152,7 @@ def test_no_float_copy_of_the_model(large):
         ]
         large_floats = [a.shape for a in floats if a.size > VOCAB * HIDDEN]
         assert large_floats == []
-        done.append(live_bytes() - before)
+        done.append(device_bytes() - before)
 
     model = fp4jax.load_model(large, dtype="bfloat16", progress=look)
     sizes = {}
