@@ -14,9 +14,9 @@ import numpy as np
 
 from fp4jax.errors import GenerationError
 from fp4jax.generation import batch_generate
-from fp4jax.marlin import MarlinWeight
 from fp4jax.model import Model
 from fp4jax.progress import Progress
+from fp4jax.quantized import is_quantized
 
 COLUMNS = 4096
 READS = 8
@@ -127,9 +127,7 @@ def decode_step_bytes(model: Model, *, batch_size: int, context: int) -> int:
     and the cache of ``context`` tokens a row.
     """
     config, total = model.config, 0.0
-    leaves = jax.tree_util.tree_leaves_with_path(
-        model.params, is_leaf=lambda node: isinstance(node, MarlinWeight)
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(model.params, is_leaf=is_quantized)
     for path, node in leaves:
         if "embed_tokens" in jax.tree_util.keystr(path) and not config.tie_word_embeddings:
             total += batch_size * node.nbytes / node.shape[-2]

@@ -27,6 +27,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,11 @@ class MarlinWeight:
     def nbytes(self) -> int:
         """Bytes of all arrays, padding included."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+    @property
+    def static_facts(self) -> tuple[Any, ...]:
+        """What identifies the weight besides its fingerprint."""
+        return (self.layout, self.shards, self.k, self.stack, self.global_is_divisor)
 
 
 def encode_scale(scale: Array) -> UInt8[Array, "*shape"]:

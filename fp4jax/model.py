@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int, Int32
 
-from fp4jax import marlin
+from fp4jax.checksums import checksum
 from fp4jax.errors import GenerationError
 from fp4jax.layers.decoder import DecoderModel
+from fp4jax.quantized import is_quantized
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,23 +113,15 @@ def forward(
 def engine_id(params: Any) -> str:
     """Digest of a parameter tree's content: names, shapes, dtypes and every value.
 
-    Repacked weights contribute the fingerprint that they carry, other arrays a checksum taken
+    Quantized weights contribute the fingerprint that they carry, other arrays a checksum taken
     here. Whatever outlives a call and depends on weights carries this id.
     """
     digest = hashlib.sha256()
-    leaves = jax.tree_util.tree_leaves_with_path(
-        params, is_leaf=lambda node: isinstance(node, marlin.MarlinWeight)
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
     for path, node in leaves:
-        if isinstance(node, marlin.MarlinWeight):
-            facts: tuple[Any, ...] = (
-                node.layout,
-                node.shards,
-                node.k,
-                node.stack,
-                node.global_is_divisor,
-            )
-            value = node.fingerprint
+        facts: tuple[Any, ...]
+        if is_quantized(node):
+            facts, value = node.static_facts, node.fingerprint
         else:
             facts, value = (node.dtype.name, node.shape), _checksum(node)
         digest.update(f"{jax.tree_util.keystr(path)} {facts}".encode())
@@ -136,4 +129,4 @@ def engine_id(params: Any) -> str:
     return digest.hexdigest()[:32]
 
 
-_checksum = jax.jit(marlin.checksum)
+_checksum = jax.jit(checksum)

@@ -14,7 +14,7 @@ Kind = Literal["array", "module", "plain"]
 
 _ARRAY_TYPES = words(
     "Array ArrayLike ndarray NDArray DeviceArray Tensor PRNGKeyArray PyTree ArrayTree Params "
-    "FrozenDict VariableDict MarlinWeight NVFP4Weight QArray"
+    "FrozenDict VariableDict MarlinWeight NVFP4Weight FP8Weight QArray"
 )
 _MODULE_TYPES = frozenset(("Module", "TrainState"))
 _SHAPED_TYPES = words(  # jaxtyping's, which count only with a subscript

@@ -1,9 +1,9 @@
 """The seam between modules and stored weights.
 
 A weight in the parameter tree is a node: a :class:`~fp4jax.marlin.MarlinWeight` where the
-checkpoint is NVFP4, a plain array ``[N, K]`` where it is not. Modules ask the tree which it is
-and hand it to the one op; no module keeps an array, and nothing but the tree says how a layer
-is stored.
+checkpoint is NVFP4, a :class:`~fp4jax.fp8.FP8Weight` where it is FP8, a plain array ``[N, K]``
+where it is neither. Modules take what the tree holds and hand it to these functions; no module
+keeps an array, and nothing but the tree says how a layer is stored.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fp4jax import marlin
+from fp4jax.fp8 import FP8Weight, take_fp8_rows
 from fp4jax.marlin import MarlinWeight
 from fp4jax.ops.dense_matmul import dense_matmul
 from fp4jax.ops.dense_matmul.xla import dot_xla
@@ -23,8 +24,9 @@ from fp4jax.ops.grouped import loop_over_groups
 from fp4jax.ops.varying import vary_alike
 from fp4jax.ops.w4a16_grouped_matmul import w4a16_grouped_matmul
 from fp4jax.ops.w4a16_matmul import w4a16_matmul
+from fp4jax.ops.w8a16_matmul import w8a16_grouped_matmul, w8a16_matmul
 
-Weight = MarlinWeight | Array
+Weight = MarlinWeight | FP8Weight | Array
 """What a linear's tree node can be."""
 
 
@@ -50,6 +52,8 @@ def matmul(
     """``x @ weight.T + bias``, f32 accumulation, in ``out_dtype`` (default ``x.dtype``)."""
     if isinstance(weight, MarlinWeight):
         return w4a16_matmul(x, weight, bias=bias, out_dtype=out_dtype)
+    if isinstance(weight, FP8Weight):
+        return w8a16_matmul(x, weight, bias=bias, out_dtype=out_dtype)
     return dense_matmul(x, weight, bias=bias, out_dtype=out_dtype)
 
 
@@ -59,6 +63,8 @@ def grouped_matmul(
     """Rows of ``x``, sorted by expert, times their expert's matrix."""
     if isinstance(weight, MarlinWeight):
         return w4a16_grouped_matmul(x, weight, group_sizes)
+    if isinstance(weight, FP8Weight):
+        return w8a16_grouped_matmul(x, weight, group_sizes)
     y = jax.lax.platform_dependent(
         x, weight.astype(x.dtype), group_sizes, cpu=_grouped_dot_cpu, default=_grouped_dot
     )
@@ -89,6 +95,8 @@ def embed(
     """Rows of an embedding table, quantized or not. Ids out of range are clamped."""
     if isinstance(weight, MarlinWeight):
         return marlin.take_rows(weight, ids, dtype)
+    if isinstance(weight, FP8Weight):
+        return take_fp8_rows(weight, ids, dtype)
     # The barrier keeps the compiler from widening the whole table once, outside of a generation
     # loop, and holding that copy.
     held: tuple[Array, Array] = jax.lax.optimization_barrier((weight, ids))
