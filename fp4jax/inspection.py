@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from fp4jax import marlin
 from fp4jax.checkpoints.compressed_tensors import COMPRESSED_TENSORS
 from fp4jax.checkpoints.plan import PlannedNode
-from fp4jax.checkpoints.stored import DENSE
+from fp4jax.checkpoints.stored import DENSE, FP8
 from fp4jax.loading import OpenedCheckpoint, compute_dtype, open_checkpoint
 from fp4jax.nvfp4 import BLOCK_SIZE, NVFP4Weight
 from fp4jax.ops.w4a16_grouped_matmul import explain_grouped
@@ -30,7 +30,7 @@ class InspectedNode:
 
     Attributes:
       path: in the tree; ``layers_0-29`` stands for a run of layers.
-      format: "NVFP4 modelopt", "NVFP4 compressed-tensors" or a dtype.
+      format: "NVFP4 modelopt", "NVFP4 compressed-tensors", "FP8" or a dtype.
       shape: logical, of one node.
       nbytes: in the checkpoint, of all of them.
       kernel: implementation of its matmul; where decode and prefill differ, both.
@@ -104,14 +104,19 @@ def inspect_checkpoint(path: str | Path, *, dtype: Any = None) -> Inspection:
 
 
 def _node(node: PlannedNode, dtype: jnp.dtype, opened: OpenedCheckpoint) -> InspectedNode:
-    stored = node.tensors[0].dtype.name if node.tensors else dtype.name
     return InspectedNode(
         path="/".join(node.path),
-        format=stored if node.format == DENSE else f"NVFP4 {node.format}",
+        format=_format(node, dtype),
         shape=node.shape,
         nbytes=node.nbytes,
         kernel=_kernel(node, dtype, opened.config.tie_word_embeddings),
     )
+
+
+def _format(node: PlannedNode, dtype: jnp.dtype) -> str:
+    if node.format == DENSE:
+        return node.tensors[0].dtype.name if node.tensors else dtype.name
+    return "FP8" if node.format == FP8 else f"NVFP4 {node.format}"
 
 
 def _kernel(node: PlannedNode, dtype: jnp.dtype, tied: bool) -> str:
@@ -122,6 +127,8 @@ def _kernel(node: PlannedNode, dtype: jnp.dtype, tied: bool) -> str:
     also = "gather, " if node.path[0] == "embed_tokens" else ""
     if node.format == DENSE:
         return f"{also}xla dot"
+    if node.format == FP8:
+        return f"{also}xla FP8 {'loop' if node.stacked else 'dot'}"
     weight = repacked_shape(node)
     ask = explain_grouped if node.stacked else explain
     choices = [

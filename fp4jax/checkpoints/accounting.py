@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from fp4jax.checkpoints.compressed_tensors import FP8_FORMAT
 from fp4jax.checkpoints.keys import Skip
-from fp4jax.checkpoints.quantization import HEADS, QuantizationConfig
-from fp4jax.checkpoints.stored import DENSE, StoredMatrix
+from fp4jax.checkpoints.quantization import HEADS, QuantizationConfig, is_embedding
+from fp4jax.checkpoints.stored import DENSE, FP8, StoredMatrix
 from fp4jax.checkpoints.tensors import TensorFiles, TensorInfo
 from fp4jax.errors import CheckpointError
 
 SKIPS = (
-    Skip(r".*\.input(_global)?_scale", "scale of 4-bit activations; weights are served as W4A16"),
+    Skip(r".*\.input(_global)?_scale", "scale of quantized activations; they are kept in 16 bits"),
     Skip(r".*\.[qkv]_scale", "scale of an 8-bit KV cache; the cache is kept in 16 bits"),
     Skip(r".*rotary_emb\.inv_freq", "rotary frequencies follow from the config"),
 )
@@ -57,14 +58,24 @@ def account(
 
 def conflicts(stored: Iterable[StoredMatrix], quantization: QuantizationConfig) -> list[str]:
     """Where the quantization statement and the tensors disagree."""
-    stored = [matrix for matrix in stored if not matrix.module.endswith("embed_tokens")]
-    extra = [m.module for m in stored if m.format != DENSE and not quantization.expects(m.module)]
-    lacking = [m.module for m in stored if m.format == DENSE and quantization.expects(m.module)]
+    stored = [matrix for matrix in stored if not is_embedding(matrix.module)]
+    stated = quantization.algorithms_of(matrix.module for matrix in stored)
+    found: dict[str, list[str]] = {kind: [] for kind in ("as NVFP4", "as FP8", "unquantized")}
+    for matrix, algorithm in zip(stored, stated, strict=True):
+        kind = {DENSE: "unquantized", FP8: "as FP8"}.get(matrix.format, "as NVFP4")
+        if kind != _kind_of(algorithm):
+            found[kind].append(matrix.module)
     return [
-        f"{len(modules)} modules are {fact}, whatever the config says: {some_of(modules)}"
-        for modules, fact in ((extra, "stored as NVFP4"), (lacking, "stored unquantized"))
+        f"{len(modules)} modules are stored {kind}, whatever the config says: {some_of(modules)}"
+        for kind, modules in found.items()
         if modules
     ]
+
+
+def _kind_of(algorithm: str | None) -> str:
+    if algorithm is None:
+        return "unquantized"
+    return "as FP8" if algorithm.startswith(("FP8", FP8_FORMAT)) else "as NVFP4"
 
 
 def some_of(names: Sequence[str], most: int = 5) -> str:

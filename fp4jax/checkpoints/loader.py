@@ -15,14 +15,15 @@ import numpy as np
 from fp4jax import marlin
 from fp4jax.checkpoints.plan import Plan, PlannedNode
 from fp4jax.checkpoints.sharding import place
-from fp4jax.checkpoints.stored import DENSE, check_scales, read_nvfp4
+from fp4jax.checkpoints.stored import DENSE, FP8, check_matrix, read_fp8, read_nvfp4
 from fp4jax.checkpoints.tensors import TensorFiles
+from fp4jax.fp8 import FP8Weight, make_fp8, row_scales
 from fp4jax.nvfp4 import NVFP4Weight
 from fp4jax.progress import Progress
 
 
 def check_values(files: TensorFiles, plan: Plan) -> None:
-    """Reads every scale and refuses bad ones, before anything is put on a device.
+    """Reads every scale (and FP8 values) and refuses bad ones, before a device holds anything.
 
     Raises:
       FormatError: naming file, module and index.
@@ -30,7 +31,7 @@ def check_values(files: TensorFiles, plan: Plan) -> None:
     for node in plan.nodes:
         for group in node.matrices:
             for matrix in group:
-                check_scales(files, matrix)
+                check_matrix(files, matrix)
 
 
 def load_params(
@@ -52,7 +53,7 @@ def load_params(
       progress: told about bytes read.
 
     Returns:
-      Nested dicts; leaves are arrays and :class:`fp4jax.marlin.MarlinWeight` nodes.
+      Nested dicts; leaves are arrays and quantized weights (:mod:`fp4jax.quantized`).
     """
     params: dict[str, Any] = {}
     done, total = 0, plan.nbytes
@@ -81,6 +82,8 @@ def _make(files: TensorFiles, node: PlannedNode, dtype: jnp.dtype) -> Any:
     if node.format == DENSE:
         parts = [files.read(m.weight.name) for group in node.matrices for m in group]
         return jax.device_put(_join(parts, dtype).reshape(node.shape))
+    if node.format == FP8:
+        return _make_fp8(files, node)
     shards: list[NVFP4Weight] = []
     for i in range(len(node.rows)):
         stack = [read_nvfp4(files, group[i]) for group in node.matrices]
@@ -88,6 +91,19 @@ def _make(files: TensorFiles, node: PlannedNode, dtype: jnp.dtype) -> Any:
             jax.tree.map(lambda *leaves: np.stack(leaves), *stack) if node.stacked else stack[0]
         )
     return _repack(tuple(shards))
+
+
+def _make_fp8(files: TensorFiles, node: PlannedNode) -> FP8Weight:
+    values, scales = [], []
+    for group in node.matrices:
+        read = [read_fp8(files, matrix) for matrix in group]
+        values += [part for part, _ in read]
+        scales.append(row_scales([scale for _, scale in read], node.rows))
+    joined = values[0] if len(values) == 1 else np.concatenate(values)
+    return make_fp8(
+        jax.device_put(joined.reshape(node.shape)),
+        jax.device_put(np.concatenate(scales).reshape(node.shape[:-1])),
+    )
 
 
 def _repack(shards: tuple[NVFP4Weight, ...]) -> marlin.MarlinWeight:

@@ -26,7 +26,7 @@ class PlannedNode:
 
     Attributes:
       path: names from the root of the tree.
-      format: "dense", or "modelopt" or "compressed-tensors" for an NVFP4 weight.
+      format: "dense", "fp8", or "modelopt" or "compressed-tensors" for an NVFP4 weight.
       vectors: of a vector or a bias, its parts in order; None stands for zeros.
       matrices: of a matrix, ``matrices[expert][shard]``; one row where there are no experts.
       rows: length of each part.

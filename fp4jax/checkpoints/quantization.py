@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ TRUNKS = ("model.language_model.", "language_model.model.", "model.", "backbone.
 HEADS = ("lm_head", "language_model.lm_head", "model.lm_head")
 """Names that the output head has in them."""
 
+EMBEDDINGS = ("embed_tokens", "embeddings")
+"""Last names of the token embedding in them."""
+
 PARSERS = ((MODELOPT.name, parse_modelopt), (COMPRESSED_TENSORS.name, parse_compressed_tensors))
 
 
@@ -40,19 +43,23 @@ class QuantizationConfig:
       method: "modelopt", "compressed-tensors", or None where nothing is said to be quantized.
       algorithms: names of the algorithms in use.
       ignore: modules that are not quantized: names, wildcards, or ``re:`` expressions.
-      targets: modules that are, likewise; empty where all linears are.
+      targets: (module, algorithm) of those that are, modules likewise; empty where all linears
+        are, by the one algorithm.
     """
 
     method: str | None = None
     algorithms: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
-    targets: tuple[str, ...] = ()
+    targets: tuple[tuple[str, str], ...] = ()
 
-    def expects(self, module: str) -> bool:
-        """Whether the statement has ``module``'s weight quantized."""
-        if self.method is None or matches(module, self.ignore):
-            return False
-        return not self.targets or matches(module, self.targets)
+    def algorithms_of(self, modules: Iterable[str]) -> list[str | None]:
+        """The algorithm that each module's weight is said to be quantized by; None for none."""
+        if self.method is None:
+            return [None for _ in modules]
+        ignored = _Patterns([(pattern, "") for pattern in self.ignore])
+        everything = [("*", name) for name in self.algorithms[:1]]
+        chosen = _Patterns(self.targets or everything)
+        return [chosen.find(m) if ignored.find(m) is None else None for m in modules]
 
 
 def read_quantization(root: Path, hf: Mapping[str, Any]) -> QuantizationConfig:
@@ -85,21 +92,45 @@ def matches(module: str, patterns: Sequence[str]) -> bool:
     A pattern is a name, a wildcard, or ``re:`` and a regular expression; it may spell the
     decoder's prefix in any of the usual ways.
     """
-    spellings = _spellings(module)
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            expression = _expression(pattern)
-            if any(expression.match(name) for name in spellings):
-                return True
-        elif pattern == "Linear":  # a class name: every linear, the head included
-            if not module.endswith("embed_tokens"):
-                return True
-        elif any(
-            fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern.rstrip(".") + ".")
-            for name in spellings
-        ):
-            return True
-    return False
+    return _Patterns([(pattern, "") for pattern in patterns]).find(module) is not None
+
+
+class _Patterns:
+    """Patterns and a value for each. Plain names, possibly thousands, are looked up."""
+
+    def __init__(self, pairs: Sequence[tuple[str, str]]) -> None:
+        self._names: dict[str, str] = {}
+        self._others: list[tuple[str, str]] = []
+        for pattern, value in pairs:
+            if pattern.startswith("re:") or pattern == "Linear" or set(pattern) & set("*?["):
+                self._others.append((pattern, value))
+            else:
+                self._names.setdefault(pattern.rstrip("."), value)
+        self._others.sort(key=lambda pair: pair[0] == "Linear")  # a class gives way to a name
+
+    def find(self, module: str) -> str | None:
+        """The value of a pattern that names ``module`` or a parent; plain names come first."""
+        spellings = _spellings(module)
+        for name in spellings:
+            while name:
+                if name in self._names:
+                    return self._names[name]
+                name = name.rpartition(".")[0]
+        return next((v for p, v in self._others if _fits(p, module, spellings)), None)
+
+
+def _fits(pattern: str, module: str, spellings: tuple[str, ...]) -> bool:
+    if pattern.startswith("re:"):
+        expression = _expression(pattern)
+        return any(expression.match(name) for name in spellings)
+    if pattern == "Linear":  # a class name: every linear, the head included
+        return not is_embedding(module)
+    return any(fnmatch.fnmatchcase(name, pattern) for name in spellings)
+
+
+def is_embedding(module: str) -> bool:
+    """Whether ``module`` is a token embedding, which no class of linears means."""
+    return module.endswith(EMBEDDINGS)
 
 
 def _spellings(module: str) -> tuple[str, ...]:

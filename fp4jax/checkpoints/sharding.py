@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fp4jax.fp8 import FP8Weight
 from fp4jax.marlin import MarlinWeight
 
 AXIS_NAMES = ("model", "tensor", "tp")
@@ -35,7 +36,7 @@ def place(node: Any, path: tuple[str, ...], mesh: Mesh | None) -> Any:
     """``node`` spread over ``mesh`` as its path in the tree says; unchanged without a mesh.
 
     Args:
-      node: an array or a :class:`MarlinWeight`.
+      node: an array, a :class:`MarlinWeight` or an :class:`FP8Weight`.
       path: names from the root of the tree.
       mesh: any mesh; one axis of it is used.
     """
@@ -67,6 +68,14 @@ def place(node: Any, path: tuple[str, ...], mesh: Mesh | None) -> Any:
             words=put(node.words, dim),
             scales=put(node.scales, dim),
             global_scale=put(node.global_scale, None),
+            fingerprint=put(node.fingerprint, None),
+        )
+    if isinstance(node, FP8Weight):
+        dim = split_dim((node.values, 1))
+        return dataclasses.replace(
+            node,
+            values=put(node.values, dim),
+            scale=put(node.scale, -1 if dim == -2 else None),
             fingerprint=put(node.fingerprint, None),
         )
     return put(node, split_dim((node, 1)) if node.ndim >= 2 else None)

@@ -12,13 +12,15 @@ from fp4jax.checkpoints.compressed_tensors import COMPRESSED_TENSORS
 from fp4jax.checkpoints.formats import WeightFormat
 from fp4jax.checkpoints.modelopt import MODELOPT
 from fp4jax.checkpoints.tensors import TensorFiles, TensorInfo
-from fp4jax.errors import CheckpointError, FormatError, UnsupportedError
+from fp4jax.errors import CheckpointError, FormatError
+from fp4jax.fp8 import E4M3, validate_fp8
 from fp4jax.nvfp4 import BLOCK_SIZE, NVFP4Weight, validate
 
 DENSE = "dense"
+FP8 = "fp8"
+FP8_SCALE = "weight_scale"
 DENSE_DTYPES = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 REMEDY = "download the file again, or quantize the model anew"
-_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +29,10 @@ class StoredMatrix:
 
     Attributes:
       module: name of the module that owns it.
-      format: "modelopt" or "compressed-tensors" (both NVFP4), or "dense".
+      format: "modelopt" or "compressed-tensors" (both NVFP4), "fp8" or "dense".
       weight: its codes or values.
-      scale: block scales; None where dense.
-      global_scale: likewise.
+      scale: block scales, or FP8's scales; None where dense.
+      global_scale: of NVFP4.
       bias: None where there is none.
     """
 
@@ -44,7 +46,7 @@ class StoredMatrix:
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical shape [N, K]."""
-        if self.format == DENSE:
+        if self.format in (DENSE, FP8):
             return self.weight.shape
         return (*self.weight.shape[:-1], 2 * self.weight.shape[-1])
 
@@ -66,7 +68,6 @@ def find_matrix(files: TensorFiles, module: str) -> StoredMatrix | None:
     Raises:
       CheckpointError: a scale is missing, or a tensor's dtype fits no format.
       FormatError: shapes of codes and scales do not fit, or K is no multiple of 16.
-      UnsupportedError: a format that is known but not served (FP8).
     """
 
     def get(leaf: str) -> TensorInfo | None:
@@ -92,15 +93,12 @@ def find_matrix(files: TensorFiles, module: str) -> StoredMatrix | None:
         return None
     if weight.dtype == np.uint8:
         return _quantized(files, module, MODELOPT, weight, bias)
-    if weight.dtype == _E4M3:
-        raise UnsupportedError(
-            f"{weight.file}: {weight.name} is FP8, which is not supported yet; use a checkpoint "
-            "whose quantized layers are all NVFP4"
-        )
+    if weight.dtype == E4M3:
+        return _fp8(files, module, weight, bias)
     if weight.dtype not in DENSE_DTYPES:
         raise CheckpointError(
-            f"{weight.file}: {weight.name} is {weight.dtype}; expected NVFP4 (uint8) or one of "
-            f"{', '.join(dtype.name for dtype in DENSE_DTYPES)}; {REMEDY}"
+            f"{weight.file}: {weight.name} is {weight.dtype}; expected NVFP4 (uint8), FP8 or "
+            f"one of {', '.join(dtype.name for dtype in DENSE_DTYPES)}; {REMEDY}"
         )
     for leaf in (MODELOPT.block_scale, MODELOPT.global_scale):
         if (scale := get(leaf)) is not None:
@@ -135,7 +133,7 @@ def _quantized(
             f"{codes.file}: {codes} has K = {k}, which is not a multiple of {BLOCK_SIZE}; "
             "quantize the model with blocks of 16, or leave this layer out"
         )
-    if scale.dtype != _E4M3 or scale.shape != (n, k // BLOCK_SIZE):
+    if scale.dtype != E4M3 or scale.shape != (n, k // BLOCK_SIZE):
         raise FormatError(
             f"{scale.file}: {scale} must be float8_e4m3fn [{n}, {k // BLOCK_SIZE}] to fit {codes}; "
             f"{REMEDY}"
@@ -145,19 +143,45 @@ def _quantized(
     return StoredMatrix(module, form.name, codes, scale, global_scale, bias)
 
 
+def _fp8(
+    files: TensorFiles, module: str, values: TensorInfo, bias: TensorInfo | None
+) -> StoredMatrix:
+    name = f"{module}.{FP8_SCALE}"
+    if name not in files:
+        raise CheckpointError(
+            f"{values.file}: {values.name} is FP8 but its scale {name} is missing; {REMEDY}"
+        )
+    if len(values.shape) != 2:
+        raise FormatError(f"{values.file}: {values} must be [N, K]; {REMEDY}")
+    scale, n = files.info(name), values.shape[0]
+    if scale.shape not in ((), (1,), (n,), (n, 1), (1, 1)) or scale.dtype not in DENSE_DTYPES:
+        raise FormatError(
+            f"{scale.file}: {scale} must be one float or one a row, [{n}, 1], to fit {values}; FP8 "
+            "with a scale a block is not supported"
+        )
+    return StoredMatrix(module, FP8, values, scale, bias=bias)
+
+
 def read_scales(files: TensorFiles, matrix: StoredMatrix) -> tuple[np.ndarray, np.ndarray]:
     """Block scales and global scale of an NVFP4 matrix, on the host."""
     assert matrix.scale is not None and matrix.global_scale is not None
     return files.read(matrix.scale.name), files.read(matrix.global_scale.name).reshape(())
 
 
-def check_scales(files: TensorFiles, matrix: StoredMatrix) -> None:
-    """Reads an NVFP4 matrix's scales and refuses bad ones; nothing touches a device.
+def check_matrix(files: TensorFiles, matrix: StoredMatrix) -> None:
+    """Reads what can be invalid in a matrix and refuses it; nothing touches a device.
 
     Raises:
-      FormatError: a NaN or negative block scale, or a zero, NaN or infinite global scale.
+      FormatError: a NaN or negative block scale, a zero, NaN or infinite global or FP8 scale, or
+        NaN among FP8 values.
     """
     if matrix.format == DENSE:
+        return
+    if matrix.format == FP8:
+        values, scale = read_fp8(files, matrix)
+        assert matrix.scale is not None
+        validate_fp8(None, scale, f"{matrix.scale.file}: {matrix.scale.name}")
+        validate_fp8(values, scale, f"{matrix.weight.file}: {matrix.weight.name}")
         return
     scale, global_scale = read_scales(files, matrix)
     assert matrix.scale is not None and matrix.global_scale is not None
@@ -175,6 +199,12 @@ def read_nvfp4(files: TensorFiles, matrix: StoredMatrix) -> NVFP4Weight:
     """An NVFP4 matrix as host arrays."""
     scale, global_scale = read_scales(files, matrix)
     return _host(matrix, files.read(matrix.weight.name), scale, global_scale)
+
+
+def read_fp8(files: TensorFiles, matrix: StoredMatrix) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scale of an FP8 matrix, on the host, the scale as it is stored."""
+    assert matrix.scale is not None
+    return files.read(matrix.weight.name), files.read(matrix.scale.name)
 
 
 def _host(matrix: StoredMatrix, codes: Any, scale: Any, global_scale: Any) -> NVFP4Weight:

@@ -23,7 +23,7 @@ from fp4jax.checkpoints.modelopt import MODELOPT, QUANT_CONFIG_NAME
 from fp4jax.checkpoints.output import SHARD_BYTES, ShardWriter, write_json, written_at_once
 from fp4jax.checkpoints.plan import Plan, PlannedNode
 from fp4jax.checkpoints.quantization import HEADS, matches
-from fp4jax.checkpoints.stored import DENSE, StoredMatrix
+from fp4jax.checkpoints.stored import DENSE, FP8, StoredMatrix
 from fp4jax.checkpoints.tensors import TensorFiles
 from fp4jax.errors import CheckpointError, ConfigError, FormatError, UnsupportedError
 from fp4jax.nvfp4 import BLOCK_SIZE, Convention, global_scale_of, quantize
@@ -132,7 +132,8 @@ def _check_unquantized(plan: Plan, method: str | None, root: Path) -> None:
     stored = [m for node in plan.nodes for group in node.matrices for m in group]
     found = next((m for m in stored if m.format != DENSE), None)
     if found is not None:
-        raise CheckpointError(f"{root}: already quantized: {found.module} is {found.format} NVFP4")
+        kind = "FP8" if found.format == FP8 else f"{found.format} NVFP4"
+        raise CheckpointError(f"{root}: already quantized: {found.module} is {kind}")
     if method is not None:
         raise CheckpointError(f"{root}: its configuration says that it is quantized ({method})")
 

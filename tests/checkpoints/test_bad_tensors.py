@@ -52,6 +52,22 @@ def fp8(t):
     t[f"{MODULE}.weight_scale"] = np.asarray(1, np.float32)
 
 
+def fp8_scale(scale):
+    def change(t):
+        fp8(t)
+        t[f"{MODULE}.weight_scale"] = scale
+
+    return change
+
+
+def fp8_nan(bits):
+    def change(t):
+        fp8(t)
+        t[f"{MODULE}.weight"].view(np.uint8)[7, 9] = bits
+
+    return change
+
+
 def scalar(value):
     return lambda old: np.full(old.shape, value, np.float32)
 
@@ -111,7 +127,22 @@ CASES = (  # fp4jax: allow ES001 (a table; the generator is used up where it sta
         for source, leaf in ((MODELOPT, "weight_scale_2"), (CT, "weight_global_scale"))
         for value in (0.0, -1.0, np.nan, np.inf)
     ),
-    ("FP8", MODELOPT, fp8, UnsupportedError, (f"{MODULE}.weight is FP8", "use a checkpoint")),
+    ("FP8 without a scale", MODELOPT, lambda t: [fp8(t), t.pop(f"{MODULE}.weight_scale")],
+     CheckpointError, (f"{MODULE}.weight is FP8", f"{MODULE}.weight_scale is missing", "download")),
+    ("FP8 with a scale a block", MODELOPT, fp8_scale(np.ones((1, 2), np.float32)), FormatError,
+     (f"{MODULE}.weight_scale", "[128, 1]", "a scale a block is not supported")),
+    ("FP8 with an integer scale", MODELOPT, fp8_scale(np.ones((), np.int32)), FormatError,
+     (f"{MODULE}.weight_scale", "int32", "one float or one a row")),
+    *(
+        (f"FP8 scale {value}", MODELOPT, fp8_scale(np.full((128, 1), value, np.float32)),
+         FormatError, (f"{MODULE}.weight_scale", "[0, 0]", "finite and positive", "download"))
+        for value in (0.0, -1.0, np.nan, np.inf)
+    ),
+    *(
+        (f"FP8 value {bits:#x}", MODELOPT, fp8_nan(bits), FormatError,
+         (f"{MODULE}.weight", "[7, 9] is NaN", "download"))
+        for bits in (0x7F, 0xFF)
+    ),
     ("norm in integers", MODELOPT,
      lambda t: t.update({"model.norm.weight": np.ones(128, np.int32)}), CheckpointError,
      ("model.norm.weight is int32", "bfloat16", "download")),
@@ -140,6 +171,7 @@ CASES = (  # fp4jax: allow ES001 (a table; the generator is used up where it sta
 )  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*are stored as FP8")
 @pytest.mark.parametrize(
     ("source", "change", "error", "words"),
     [case[1:] for case in CASES],

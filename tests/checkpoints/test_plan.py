@@ -67,8 +67,8 @@ def test_what_is_skipped_and_why(oracles, tmp_path):
     extra = {
         "model.rotary_emb.inv_freq": "config",
         "model.layers.0.self_attn.rotary_emb.inv_freq": "config",
-        "model.layers.0.self_attn.q_proj.input_scale": "W4A16",
-        "model.layers.0.self_attn.q_proj.input_global_scale": "W4A16",
+        "model.layers.0.self_attn.q_proj.input_scale": "16 bits",
+        "model.layers.0.self_attn.q_proj.input_global_scale": "16 bits",
         "model.layers.0.self_attn.k_proj.k_scale": "KV cache",
         "model.layers.1.self_attn.v_scale": "KV cache",
     }

@@ -6,11 +6,13 @@ import json
 import warnings
 
 import ml_dtypes
+import numpy as np
 import pytest
 from checkpoint_edits import edited, load, refused, unquantize
 
 from fp4jax.checkpoints.quantization import QuantizationConfig, matches, read_quantization
 from fp4jax.errors import CheckpointWarning, ConfigError
+from fp4jax.fp8 import FP8Weight
 
 MODELOPT, CT = "llama-modelopt", "qwen3-ct-nvfp4"
 LAYER = "model.layers.11.self_attn.q_proj"
@@ -75,20 +77,28 @@ def test_a_pattern_that_is_no_expression():
         matches(LAYER, ("re:(",))
 
 
+def algorithm(stated: QuantizationConfig, module: str) -> str | None:
+    (found,) = stated.algorithms_of([module])
+    return found
+
+
 def test_targets_and_exclusions():
-    stated = QuantizationConfig("modelopt", ("NVFP4",), ("*.k_proj",), ("model.layers.11",))
-    assert stated.expects(LAYER)
-    assert not stated.expects(LAYER.replace("q_proj", "k_proj"))
-    assert not stated.expects(LAYER.replace("11", "12"))
-    assert QuantizationConfig("modelopt", ("NVFP4",)).expects(LAYER)
-    assert not QuantizationConfig().expects(LAYER)
+    targets = (("model.layers.11", "NVFP4"), ("re:.*12.*q_proj", "FP8"), ("*.12.*", "NVFP4"))
+    stated = QuantizationConfig("modelopt", ("NVFP4", "FP8"), ("*.k_proj",), targets)
+    assert algorithm(stated, LAYER) == "NVFP4"
+    assert algorithm(stated, LAYER.replace("q_proj", "k_proj")) is None
+    assert algorithm(stated, LAYER.replace("11", "12")) == "FP8"
+    assert algorithm(stated, LAYER.replace("11", "12").replace("q_proj", "o_proj")) == "NVFP4"
+    assert algorithm(stated, LAYER.replace("11", "13")) is None
+    assert algorithm(QuantizationConfig("modelopt", ("NVFP4",)), LAYER) == "NVFP4"
+    assert algorithm(QuantizationConfig(), LAYER) is None
 
 
 @pytest.mark.parametrize(
     ("source", "field", "value", "words"),
     [
         (MODELOPT, "quant_algo", "INT4_AWQ", ["hf_quant_config.json", "'INT4_AWQ'", "W4A16_NVFP4"]),
-        (MODELOPT, "quant_algo", "FP8", ["'FP8'", "NVFP4"]),
+        (MODELOPT, "quant_algo", "FP8_PB_WO", ["'FP8_PB_WO'", "NVFP4"]),
         (MODELOPT, "quant_algo", "NVFP4_AWQ", ["'NVFP4_AWQ'", "NVFP4"]),
         (MODELOPT, "quant_algo", None, ["None", "NVFP4"]),
         (MODELOPT, "group_size", 32, ["group_size 32", "16"]),
@@ -114,7 +124,7 @@ def test_unknown_algorithms_and_malformed_statements(
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("num_bits", 8, ["8 float bits", "NVFP4"]),
+        ("num_bits", 8, ["8 float bits", "not NVFP4"]),
         ("type", "int", ["4 int bits", "NVFP4"]),
         ("group_size", 32, ["groups of 32", "groups of 16"]),
     ],
@@ -133,7 +143,7 @@ def test_another_compressed_tensors_packing(oracles, tmp_path, where):
     def change(stated):
         group = stated["config_groups"]["group_0"]
         if where == "group":
-            group["format"] = "float-quantized"
+            group["format"] = "int-quantized"
         else:
             del group["format"]
             stated["format"] = "mxfp4-pack-quantized"
@@ -177,19 +187,19 @@ def test_mixed_precision_lists_an_algorithm_a_layer(oracles, tmp_path):
         load(folder)
     stated = read_quantization(folder, {})
     assert stated.algorithms == ("NVFP4", "W4A16_NVFP4")
-    assert stated.expects("model.layers.0.mlp.up_proj")
-    assert stated.expects("model.layers.1.mlp.up_proj")
-    assert not stated.expects("model.layers.1.self_attn.q_proj")
+    assert algorithm(stated, "model.layers.0.mlp.up_proj") == "NVFP4"
+    assert algorithm(stated, "model.layers.1.mlp.up_proj") == "W4A16_NVFP4"
+    assert algorithm(stated, "model.layers.1.self_attn.q_proj") is None
 
 
 def test_mixed_precision_with_an_unknown_algorithm_names_the_layer(oracles, tmp_path):
     def mixed(stated):
         stated.clear()
-        layers = mixed_layers() | {"lm_head": {"quant_algo": "FP8"}}
+        layers = mixed_layers() | {"lm_head": {"quant_algo": "INT8_SQ"}}
         stated.update(quant_algo="MIXED_PRECISION", quantized_layers=layers)
 
     folder = edited(oracles / MODELOPT, tmp_path / "e", quant=mixed)
-    with refused(ConfigError, "quantized_layers: lm_head", "'FP8'", "MIXED_PRECISION of these"):
+    with refused(ConfigError, "quantized_layers: lm_head", "'INT8_SQ'", "MIXED_PRECISION of these"):
         load(folder)
 
 
@@ -199,11 +209,15 @@ def test_mixed_precision_as_groups_in_config_json(oracles, tmp_path):
     group = stated["config_groups"]["group_0"] | {"targets": ["model.layers.0", "lm_head"]}
     stated |= {"quant_algo": "MIXED_PRECISION", "config_groups": {"group_0": group}}
     found = read_quantization(tmp_path, config)
-    assert (found.algorithms, found.targets) == (("NVFP4",), ("model.layers.0", "lm_head"))
+    assert found.algorithms == ("NVFP4",)
+    assert found.targets == (("model.layers.0", "NVFP4"), ("lm_head", "NVFP4"))
 
     weights = {"dynamic": False, "num_bits": 8, "type": "float"}
     stated["config_groups"]["group_1"] = {"weights": weights, "targets": ["x"]}
-    with pytest.raises(ConfigError, match="group_1: quant_algo 'FP8'"):
+    found = read_quantization(tmp_path, config)
+    assert found.algorithms == ("NVFP4", "FP8") and found.targets[2:] == (("x", "FP8"),)
+    weights["type"] = "int"
+    with pytest.raises(ConfigError, match="group_1: quant_algo 'int 8 bit'"):
         read_quantization(tmp_path, config)
     stated["config_groups"] = {}
     with pytest.raises(ConfigError, match="neither quantized_layers nor config_groups"):
@@ -265,3 +279,60 @@ def test_quantized_tensors_without_any_statement_load_with_a_warning(oracles, tm
     )
     with pytest.warns(CheckpointWarning, match="14 modules are stored as NVFP4"):
         assert load(folder).engine_id == load(oracles / CT).engine_id
+
+
+def test_tensors_in_another_format_than_stated_are_read_as_what_they_are(oracles, tmp_path):
+    module = "model.layers.1.mlp.down_proj"
+
+    def tensors(t):
+        unquantize(t, module)
+        t[f"{module}.weight"] = (t[f"{module}.weight"] * 64).astype(ml_dtypes.float8_e4m3fn)
+        t[f"{module}.weight_scale"] = np.asarray(1 / 64, np.float32)
+
+    folder = edited(oracles / MODELOPT, tmp_path / "e", tensors=tensors)
+    with pytest.warns(CheckpointWarning, match=f"1 modules are stored as FP8.*{module}"):
+        found = load(folder)
+    assert isinstance(found.params["layers_1"]["mlp"]["down_proj"]["weight"], FP8Weight)
+
+
+def test_thousands_of_layers_named_one_by_one():
+    """Plain names are looked up, not tried: 36 million comparisons would take minutes."""
+    names = [f"backbone.layers.{i}.mixer.experts.{e}" for i in range(47) for e in range(128)]
+    stated = QuantizationConfig("modelopt", ("FP8",), (), tuple((n, "FP8") for n in names))
+    asked = [f"{name.replace('backbone', 'model')}.up_proj" for name in names]
+    assert stated.algorithms_of([*asked, "backbone.layers.47.mixer.experts.0"]) == [
+        *("FP8" for _ in names),
+        None,
+    ]
+
+
+def ct_mixed(strategy: str, fp8_targets: str = "re:.*self_attn.*") -> dict:
+    """llm-compressor's statement of a model with both formats."""
+    nvfp4 = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group"}
+    fp8 = {"num_bits": 8, "type": "float", "group_size": None, "strategy": strategy}
+    groups = {
+        "group_1": {"format": "float-quantized", "weights": fp8, "targets": [fp8_targets]},
+        "group_0": {"format": "nvfp4-pack-quantized", "weights": nvfp4, "targets": ["re:.*mlp"]},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+    }
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel"])
+@pytest.mark.parametrize("fp8_targets", ["re:.*self_attn.*", "Linear"])
+def test_compressed_tensors_of_two_formats(tmp_path, strategy, fp8_targets):
+    config = {"quantization_config": ct_mixed(strategy, fp8_targets)}
+    stated = read_quantization(tmp_path, config)
+    assert stated.algorithms == ("float-quantized", "nvfp4-pack-quantized")
+    assert algorithm(stated, LAYER) == "float-quantized"
+    assert algorithm(stated, "model.layers.11.mlp.up_proj") == "nvfp4-pack-quantized"
+    assert algorithm(stated, "lm_head") is None
+
+
+def test_fp8_with_a_scale_a_block(tmp_path):
+    with pytest.raises(ConfigError, match="group_1: weights of 8 float bits with a scale a block"):
+        read_quantization(tmp_path, {"quantization_config": ct_mixed("block")})

@@ -132,7 +132,8 @@ def test_exclusions(tmp_path, exclude, left):
     for name in [*left, "model.embed_tokens", "model.norm"]:
         assert found[f"{name}.weight"].tobytes() == source[f"{name}.weight"].tobytes()
     stated = read_quantization(target, json.loads((target / "config.json").read_text()))
-    assert {name for name in linears if not stated.expects(name)} == left
+    algorithms = zip(linears, stated.algorithms_of(linears), strict=True)
+    assert {name for name, algorithm in algorithms if algorithm is None} == left
     assert open_checkpoint(target).plan.warnings == ()
 
 
@@ -228,9 +229,11 @@ def test_options_that_make_no_sense_are_refused(tmp_path, name, options, error, 
     assert not any(tmp_path.iterdir())
 
 
-def test_sources_that_cannot_be_quantized_are_refused(tmp_path):
+def test_sources_that_cannot_be_quantized_are_refused(tmp_path, oracles):
     with pytest.raises(CheckpointError, match=r"already quantized: .* is modelopt"):
         quantize_checkpoint(DATA / "llama" / "modelopt", tmp_path / "t")
+    with pytest.raises(CheckpointError, match=r"already quantized: .* is FP8"):
+        quantize_checkpoint(oracles / "qwen3_5-modelopt-mixed", tmp_path / "t")
     with pytest.raises(CheckpointError, match=r"already quantized: .* is compressed-tensors"):
         quantize_checkpoint(DATA / "llama" / "compressed-tensors", tmp_path / "t")
     stated = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
