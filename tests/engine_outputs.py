@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import fp4jax
-from fp4jax.marlin import MarlinWeight
+from fp4jax.layers.weights import grouped_matmul, matmul
 from fp4jax.model import Model
-from fp4jax.ops.w4a16_grouped_matmul import w4a16_grouped_matmul
-from fp4jax.ops.w4a16_matmul import w4a16_matmul
+from fp4jax.quantized import is_quantized
 
 PROMPTS = ((5, 9, 200, 31, 7), (17, 3))
 NEW_TOKENS = 8
@@ -42,21 +41,19 @@ def generation_outputs(model: Model) -> dict[str, np.ndarray]:
 
 
 def consumers(model: Model) -> dict[str, np.ndarray]:
-    """Every repacked weight of layer 0 and around the layers, through its op, in f32."""
-    found = {}
-    nodes = jax.tree_util.tree_leaves_with_path(
-        model.params, is_leaf=lambda node: isinstance(node, MarlinWeight)
-    )
-    for path, node in nodes:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if not isinstance(node, MarlinWeight) or "layers_1" in name:
+    """Each kind of quantized weight, those of the first layer that has it, through its op."""
+    found: dict[str, np.ndarray] = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(model.params, is_leaf=is_quantized):
+        keys = [key.key for key in path if not str(key.key).startswith("layers_")]
+        name = "/".join(keys[:-1])
+        if not is_quantized(node) or name in found:
             continue
         x = jnp.cos(jnp.arange(6 * node.k, dtype=jnp.float32)).reshape(6, node.k)
         if node.stack:
             sizes = jnp.zeros(node.stack[0], jnp.int32).at[jnp.asarray([0, 2, 5])].set(2)
-            found[name] = np.asarray(w4a16_grouped_matmul(x, node, sizes))
+            found[name] = np.asarray(grouped_matmul(x, node, sizes))
         else:
-            found[name] = np.asarray(w4a16_matmul(x, node, out_dtype=jnp.float32))
+            found[name] = np.asarray(matmul(x, node))
     return found
 
 

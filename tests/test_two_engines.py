@@ -8,10 +8,9 @@ that other engines have, then the same scenario through ``load`` and ``generate`
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -22,34 +21,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from engine_checkpoints import KINDS, make_checkpoint
 from engine_outputs import NEW_TOKENS, PROMPTS, engine_outputs, generation_outputs
-from safetensors.numpy import save_file
 
 import fp4jax
-from fp4jax.checkpoints.tensors import TensorFiles
 from fp4jax.marlin import repack
 from fp4jax.model import forward
 from fp4jax.nvfp4 import NVFP4Weight, dequantize
 from fp4jax.ops.w4a16_matmul import w4a16_matmul
 
 HERE = Path(__file__).parent
-CONSUMERS = {
-    "experts": (
-        "layers_0/self_attn/qkv_proj/weight",
-        "layers_0/self_attn/o_proj/weight",
-        "layers_0/mlp/gate_up_proj/weight",
-        "layers_0/mlp/down_proj/weight",
-        "lm_head/weight",
-    ),
-    "tied": (
-        "embed_tokens/weight",
-        "layers_0/self_attn/qkv_proj/weight",
-        "layers_0/self_attn/o_proj/weight",
-        "layers_0/mlp/gate_up_proj/weight",
-        "layers_0/mlp/down_proj/weight",
-    ),
-}
-"""NVFP4 weights of each kind of engine: plain and fused linears, experts, heads free and tied."""
 
 
 # --- the hazard -------------------------------------------------------------------------------
@@ -79,12 +60,13 @@ def make_weight(seed: int) -> NVFP4Weight:
 
 def make_weight_at(address: int, seed: int) -> NVFP4Weight | None:
     """A weight whose ``id`` is ``address``, a freed one that the allocator hands out again."""
+    weight = make_weight(seed)
     misses = []
-    for _ in range(200):
-        weight = make_weight(seed)
+    for _ in range(100_000):  # more than other free places of this size
         if id(weight) == address:
             return weight
         misses.append(weight)  # kept alive, so that the next one must lie elsewhere
+        weight = dataclasses.replace(weight)
     return None
 
 
@@ -117,56 +99,33 @@ def test_an_address_keyed_cache_serves_the_dead_engines_weight():
 # --- its absence ------------------------------------------------------------------------------
 
 
-def quantized_head(tensors: dict, rng: np.random.Generator) -> None:
-    """Puts a random NVFP4 matrix in place of the output head."""
-    n, k = tensors["lm_head.weight"].shape
-    tensors["lm_head.weight"] = rng.integers(0, 256, (n, k // 2), np.uint8)
-    scale = rng.uniform(0.5, 2, (n, k // 16)).astype(ml_dtypes.float8_e4m3fn)
-    tensors["lm_head.weight_scale"] = scale
-    tensors["lm_head.weight_scale_2"] = np.asarray(0.02, np.float32)
+@pytest.fixture(scope="module")
+def make_engines(tmp_path_factory, oracles):
+    """By kind: two checkpoints of the same shapes, what each gives in a process of its own."""
+    made: dict[str, tuple[list[Path], list[dict]]] = {}
+
+    def make(kind: str) -> tuple[list[Path], list[dict]]:
+        if kind not in made:
+            root = tmp_path_factory.mktemp(kind)
+            paths = [make_checkpoint(root / f"{i}", oracles, KINDS[kind], i) for i in range(2)]
+            script = str(HERE / "engine_outputs.py")
+            children = [
+                subprocess.Popen(
+                    [sys.executable, script, str(path), str(path / "alone.npz")], env=os.environ
+                )
+                for path in paths
+            ]
+            assert [child.wait(timeout=300) for child in children] == [0, 0]
+            made[kind] = paths, [dict(np.load(path / "alone.npz")) for path in paths]
+        return made[kind]
+
+    return make
 
 
-def make_checkpoint(folder: Path, oracles: Path, kind: str, seed: int) -> Path:
-    """A checkpoint with fixed shapes whose NVFP4 values depend on ``seed``."""
-    name = {"experts": "qwen3moe-modelopt", "tied": "llama-lmhead-modelopt"}[kind]
-    folder.mkdir(parents=True)
-    for file in ("config.json", "hf_quant_config.json", "generation_config.json"):
-        shutil.copy(oracles / name / file, folder)
-    files = TensorFiles.open(oracles / name)
-    tensors = {key: files.read(key) for key in files.names()}
-    rng = np.random.default_rng(seed)
-    if kind == "experts":
-        quantized_head(tensors, rng)
-        quant = json.loads((folder / "hf_quant_config.json").read_text())
-        quant["quantization"]["exclude_modules"].remove("lm_head")
-        (folder / "hf_quant_config.json").write_text(json.dumps(quant))
-    else:
-        del tensors["model.embed_tokens.weight"]
-        for leaf in ("weight", "weight_scale", "weight_scale_2"):
-            tensors[f"model.embed_tokens.{leaf}"] = tensors.pop(f"lm_head.{leaf}")
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    for key, value in tensors.items():
-        if value.dtype == np.uint8:
-            tensors[key] = rng.permutation(value.reshape(-1)).reshape(value.shape)
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-@pytest.fixture(scope="module", params=["experts", "tied"])
-def engines(request, tmp_path_factory, oracles):
-    """Kind, two checkpoints of the same shapes, and what each gives in a process of its own."""
-    root = tmp_path_factory.mktemp(request.param)
-    paths = [make_checkpoint(root / f"{i}", oracles, request.param, seed=i) for i in range(2)]
-    script = str(HERE / "engine_outputs.py")
-    children = [
-        subprocess.Popen(
-            [sys.executable, script, str(path), str(path / "alone.npz")], env=os.environ
-        )
-        for path in paths
-    ]
-    assert [child.wait(timeout=300) for child in children] == [0, 0]
-    return request.param, paths, [dict(np.load(path / "alone.npz")) for path in paths]
+@pytest.fixture(params=KINDS)
+def engines(request, make_engines):
+    """Kind, and what ``make_engines`` gives for it."""
+    return request.param, *make_engines(request.param)
 
 
 def load(path: Path) -> fp4jax.Model:
@@ -205,9 +164,8 @@ class Compilations:
 
 def test_the_two_engines_differ_in_every_consumer(engines):
     kind, _, alone = engines
-    assert [n for n in alone[0] if n.startswith("consumer")] == [
-        f"consumer {name}" for name in sorted(CONSUMERS[kind])
-    ]
+    found = {name.removeprefix("consumer ") for name in alone[0] if name.startswith("consumer")}
+    assert found == set(KINDS[kind].consumers)
     for name, value in alone[0].items():
         assert value.shape == alone[1][name].shape
         assert not np.array_equal(value, alone[1][name]), name
@@ -286,6 +244,19 @@ def test_swapping_the_tree_swaps_the_engine(engines):
     assert swapped.engine_id == second.engine_id != first.engine_id
     assert_same(generation_outputs(swapped), alone[1])
     assert_same(generation_outputs(first), alone[0])
+
+
+def test_a_hybrid_and_a_dense_engine_together(make_engines):
+    """Engines of different families alive at once, called in turn; one goes, the other stays."""
+    (hybrids, hybrid_alone), (dense, dense_alone) = make_engines("delta"), make_engines("tied")
+    first, second = load(hybrids[0]), load(dense[0])
+    for _ in range(2):
+        assert_same(engine_outputs(first), hybrid_alone[0])
+        assert_same(engine_outputs(second), dense_alone[0])
+    del second
+    third = load(dense[1])
+    assert_same(engine_outputs(third), dense_alone[1])
+    assert_same(engine_outputs(first), hybrid_alone[0])
 
 
 class NoText:
