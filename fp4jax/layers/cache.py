@@ -3,11 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
+
+
+class RecurrentCache(Protocol):
+    """An entry whose tokens cannot be taken back by position: a running state.
+
+    Such an entry is on trial (:class:`Trial`) while the tokens of a pass may still be refused.
+    """
+
+    def advance(self, inputs: Any, lengths: Int32[Array, " batch"]) -> Any:
+        """The entry after the first ``lengths`` tokens of a pass, by the ops that the pass used.
+
+        Args:
+          inputs: the pytree that the layer left in the trial: what its state is updated with,
+            projections done, so that no weight is read again.
+          lengths: tokens of each row that are kept; a row of 0 keeps its state bit for bit.
+        """
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A recurrent layer's entry in a pass whose tokens may be refused, all but a prefix.
+
+    A layer that is handed one reads ``before`` and returns ``Trial(before, inputs)`` in place of
+    an advanced entry; :meth:`Cache.commit` makes that the entry after the prefix that is kept.
+
+    Attributes:
+      before: the entry as it was, a :class:`RecurrentCache`.
+      inputs: None until the pass has run; then what ``before.advance`` takes.
+    """
+
+    before: Any
+    inputs: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +83,28 @@ class Cache:
 
     position: Int32[Array, " batch"]
     layers: tuple[Any, ...]
+
+    def on_trial(self) -> Cache:
+        """For a pass whose tokens may be refused; what comes out of it is to be committed.
+
+        Keys and values are taken back by position alone: slots past a row's position are never
+        seen. Every entry that can ``advance`` goes on trial.
+        """
+        layers = (Trial(entry) if hasattr(entry, "advance") else entry for entry in self.layers)
+        return Cache(self.position, tuple(layers))
+
+    def commit(self, position: Int32[Array, " batch"], lengths: Int32[Array, " batch"]) -> Cache:
+        """The cache as if the pass had been given the first ``lengths`` tokens of each row alone.
+
+        Args:
+          position: before the pass.
+          lengths: tokens of the pass that are kept, 0 to its width.
+        """
+        layers = (
+            entry.before.advance(entry.inputs, lengths) if isinstance(entry, Trial) else entry
+            for entry in self.layers
+        )
+        return Cache(position + lengths, tuple(layers))
 
 
 def _write(buffer: Array, update: Array, position: Int[Array, " batch"]) -> Array:

@@ -47,7 +47,7 @@ class DecoderOutput:
     Attributes:
       hidden: after the final norm; :meth:`DecoderModel.logits` takes it.
       cache: the advanced cache, None where none was given.
-      taps: inputs of the layers asked for, in the order asked.
+      taps: activations asked for, in the order asked.
     """
 
     hidden: Float[Array, "batch time h"]
@@ -180,7 +180,8 @@ class DecoderModel(nn.Module):
           tokens: ids, right-padded.
           cache: continued from, and returned advanced; None takes ``tokens`` for the whole context.
           lengths: valid tokens a row; default all. Padding never changes what a valid token gets.
-          taps: static; indices of layers whose input is wanted (drafters read them).
+          taps: static; i asks for the input of layer i, the number of layers for what leaves the
+            last one, before the final norm (drafters read them).
         """
         start = jnp.zeros(tokens.shape[0], jnp.int32) if cache is None else cache.position
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -191,6 +192,7 @@ class DecoderModel(nn.Module):
             before = None if cache is None else cache.layers[i]
             x, layer_cache = layer(x, positions, before, lengths)
             caches.append(layer_cache)
+        seen.append(x)
         hidden = self.norm(x)
         if self.is_initializing():
             self.logits(hidden)
@@ -199,6 +201,10 @@ class DecoderModel(nn.Module):
             ahead = tokens.shape[1] if lengths is None else lengths
             after = Cache(cache.position + ahead, tuple(caches))
         return DecoderOutput(hidden, after, tuple(seen[i] for i in taps))
+
+    def embed(self, tokens: Int32[Array, "*batch"]) -> Float[Array, "*batch h"]:
+        """Rows of the embedding table, for a drafter that has none of its own."""
+        return self.embed_tokens(tokens)
 
     def logits(self, hidden: Float[Array, "*batch h"]) -> Float32[Array, "*batch v"]:
         """f32 logits over the vocabulary, by the head or by the tied embedding."""

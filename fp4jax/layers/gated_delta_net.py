@@ -7,16 +7,29 @@ import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from fp4jax.checkpoints.keys import Key, fused, linear, parameter, vector
+from fp4jax.layers.cache import Trial
 from fp4jax.layers.linear import FusedLinear, Linear
 from fp4jax.layers.norms import RMSNorm
-from fp4jax.ops.causal_conv1d import causal_conv1d
+from fp4jax.ops.causal_conv1d import causal_conv1d, causal_conv1d_state
 from fp4jax.ops.gated_delta_rule import gated_delta_rule
 
 L2_EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeltaNetInputs:
+    """What the tokens of a pass update a :class:`DeltaNetCache` with."""
+
+    mixed: Float[Array, "batch time channels"]
+    key: Float32[Array, "batch time key_heads dk"]
+    value: Float[Array, "batch time heads dv"]
+    g: Float32[Array, "batch time heads"]
+    beta: Float32[Array, "batch time heads"]
 
 
 @jax.tree_util.register_dataclass
@@ -31,6 +44,14 @@ class DeltaNetCache:
 
     conv: Float[Array, "batch channels past"]
     state: Float32[Array, "batch heads dk dv"]
+
+    def advance(self, inputs: DeltaNetInputs, lengths: Int32[Array, " batch"]) -> DeltaNetCache:
+        """See :class:`~fp4jax.layers.cache.RecurrentCache`."""
+        i = inputs
+        _, state = gated_delta_rule(
+            i.key, i.key, i.value, i.g, i.beta, state=self.state, lengths=lengths
+        )
+        return DeltaNetCache(causal_conv1d_state(i.mixed, self.conv, lengths), state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,21 +114,25 @@ class GatedDeltaNet(nn.Module):
         self,
         x: Float[Array, "batch time hidden"],
         positions: Int[Array, "batch time"],
-        cache: DeltaNetCache | None,
+        cache: DeltaNetCache | Trial | None,
         lengths: Int[Array, " batch"] | None = None,
-    ) -> tuple[Float[Array, "batch time hidden"], DeltaNetCache | None]:
+    ) -> tuple[Float[Array, "batch time hidden"], DeltaNetCache | Trial | None]:
         """Positions mean nothing here; ``lengths`` keep padding out of the cache."""
+        before = cache.before if isinstance(cache, Trial) else cache
         batch, time = positions.shape
         s = self.sizes
         shards = (s.channels, s.values)
         qkvz = FusedLinear(shards, QKV_Z, False, self.quantized, name="in_proj_qkvz")
-        mixed, z = qkvz(x)
+        projected, z = qkvz(x)
         b, a = FusedLinear(2 * (s.value_heads,), B_A, False, False, name="in_proj_ba")(x)
 
         taps = self.param("conv1d", nn.initializers.normal(0.5), (s.channels, 1, s.conv_width))
-        before = None if cache is None else cache.conv
         mixed, conv = causal_conv1d(
-            mixed, taps[:, 0], state=before, lengths=lengths, activation="silu"
+            projected,
+            taps[:, 0],
+            state=None if before is None else before.conv,
+            lengths=lengths,
+            activation="silu",
         )
         keys = s.key_heads * s.key_dim
         query, key, value = jnp.split(mixed, (keys, 2 * keys), axis=-1)
@@ -118,20 +143,26 @@ class GatedDeltaNet(nn.Module):
         a_log = self.param("A_log", nn.initializers.zeros, (s.value_heads,))
         dt_bias = self.param("dt_bias", nn.initializers.zeros, (s.value_heads,))
         rate = jax.nn.softplus(a.astype(jnp.float32) + dt_bias.astype(jnp.float32))
+        g = -jnp.exp(a_log.astype(jnp.float32)) * rate
+        beta = jax.nn.sigmoid(b.astype(jnp.float32))
         out, state = gated_delta_rule(
             query,
             key,
             value,
-            -jnp.exp(a_log.astype(jnp.float32)) * rate,
-            jax.nn.sigmoid(b.astype(jnp.float32)),
-            state=None if cache is None else cache.state,
+            g,
+            beta,
+            state=None if before is None else before.state,
             lengths=lengths,
         )
         normed = RMSNorm(self.epsilon, name="norm")(out).astype(jnp.float32)
         gate = jax.nn.silu(z.reshape(out.shape).astype(jnp.float32))
         y = (normed * gate).astype(x.dtype).reshape(batch, time, s.values)
         out_proj = Linear(self.hidden_size, False, self.quantized, name="out_proj")
-        return out_proj(y), None if cache is None else DeltaNetCache(conv, state)
+        if before is None:
+            return out_proj(y), None
+        if isinstance(cache, Trial):
+            return out_proj(y), Trial(before, DeltaNetInputs(projected, key, value, g, beta))
+        return out_proj(y), DeltaNetCache(conv, state)
 
 
 QKV_Z = ("in_proj_qkv", "in_proj_z")

@@ -31,9 +31,19 @@ def causal_conv1d_xla(
         y = y + bias.astype(jnp.float32)
     if activation == "silu":
         y = jax.nn.silu(y)
+    return y.astype(x.dtype), causal_conv1d_state(x, state, lengths)
+
+
+def causal_conv1d_state(
+    x: Float[Array, "batch time channels"],
+    state: Float[Array, "batch channels past"],
+    lengths: Int[Array, " batch"] | None,
+) -> Float[Array, "batch channels past"]:
+    """The state of :func:`fp4jax.ops.causal_conv1d.causal_conv1d` after ``lengths`` of ``x``."""
+    seen = jnp.concatenate([state.swapaxes(1, 2).astype(x.dtype), x], axis=1)
     if lengths is None:
-        past = seen[:, time:]
+        past = seen[:, x.shape[1] :]
     else:
-        index = lengths[:, None] + jnp.arange(width - 1, dtype=lengths.dtype)
+        index = lengths[:, None] + jnp.arange(state.shape[2], dtype=lengths.dtype)
         past = jnp.take_along_axis(seen, index[:, :, None], axis=1)
-    return y.astype(x.dtype), past.swapaxes(1, 2).astype(state.dtype)
+    return past.swapaxes(1, 2).astype(state.dtype)
