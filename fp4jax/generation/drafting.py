@@ -23,8 +23,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-from fp4jax.generation.samplers import SamplerState, SamplingArrays, SamplingFeatures, penalize
-from fp4jax.generation.truncation import temper, truncate
+from fp4jax.generation.samplers import (
+    SamplerState,
+    SamplingArrays,
+    SamplingFeatures,
+    draw,
+    penalize,
+    position_keys,
+    shaped,
+)
 
 PROPOSING, ACCEPTING, CORRECTING = 1, 2, 3
 """What the key of a position is folded with for each of the draws that it may need."""
@@ -83,9 +90,8 @@ class Draw:
         if not self.features.stochastic:
             return tokens, None
         scores = shaped(scores, self.sampling, self.features)
-        keys = position_keys(self.sampling.seed, self.index + jnp.int32(at), PROPOSING)
-        drawn = lax.argmax(scores + gumbel(keys, scores.shape[1]), 1, jnp.int32)
-        return jnp.where(self.sampling.temp > 0, drawn, tokens), scores
+        keys = purpose_keys(self.sampling.seed, self.index + jnp.int32(at), PROPOSING)
+        return jnp.where(self.sampling.temp > 0, draw(scores, keys), tokens), scores
 
     def block(self, logits: Float32[Array, "batch proposals vocab"]) -> Proposal:
         """Chooses every proposal from its own logits, for drafts that come all at once."""
@@ -179,34 +185,12 @@ class Drafter(Protocol):
         ...
 
 
-def shaped(
-    scores: Float32[Array, "batch vocab"], sampling: SamplingArrays, features: SamplingFeatures
-) -> Float32[Array, "batch vocab"]:
-    """Penalized logits after temperature and the truncations; a draw is from their softmax."""
-    return truncate(
-        temper(scores, sampling.temp),
-        top_k=sampling.top_k if features.top_k else None,
-        top_p=sampling.top_p if features.top_p else None,
-        min_p=sampling.min_p if features.min_p else None,
-    )
-
-
-def position_keys(
+def purpose_keys(
     seed: UInt32[Array, " batch"], index: Int32[Array, " batch"], purpose: int
 ) -> Array:
-    """One threefry key a row, for the token that it generates as number ``index``.
+    """One key a row for one of the draws that its token number ``index`` may need.
 
     A position is settled once, and nothing drawn for a proposal that was not reached has any
-    bearing on the output, so each key has its say once, whatever the blocks are.
+    bearing on the output, so each key has its say once, however the blocks fall.
     """
-
-    def row(value: Array, at: Array) -> Array:
-        key = jax.random.fold_in(jax.random.key(value, impl="threefry2x32"), at)
-        return jax.random.fold_in(key, purpose)
-
-    return jax.vmap(row)(seed, index)
-
-
-def gumbel(keys: Array, vocab: int) -> Float32[Array, "batch vocab"]:
-    """Noise whose addition turns the largest score of a row into a draw from their softmax."""
-    return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(keys)
+    return jax.vmap(lambda key: jax.random.fold_in(key, purpose))(position_keys(seed, index))

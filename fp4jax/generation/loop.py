@@ -20,6 +20,7 @@ The host driver (:mod:`fp4jax.generation.session`) calls the same functions one 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -72,6 +73,7 @@ def prefill(
     cache: Any,
     *,
     chunk: int | None = None,
+    feed: Callable[..., tuple[Array, Any]] = prefill_chunk,
 ) -> tuple[Float32[Array, "batch vocab"], Any]:
     """Feeds whole prompts and returns the logits that follow them, with the cache.
 
@@ -83,10 +85,11 @@ def prefill(
       cache: an empty one, or one to continue.
       chunk: static; tokens fed at once, which bounds activation memory. ``time`` must be a multiple
         of it or not exceed it.
+      feed: called as :func:`prefill_chunk` is, once a piece; ``cache`` is whatever it takes.
     """
     time = tokens.shape[1]
     if chunk is None or time <= chunk:
-        hidden, cache = prefill_chunk(module, params, tokens, lengths, cache)
+        hidden, cache = feed(module, params, tokens, lengths, cache)
         return _logits(module, params, hidden), cache
     if time % chunk:
         raise ValueError(f"prompt width {time} must be a multiple of chunk={chunk}")
@@ -97,10 +100,10 @@ def prefill(
 
     def body(carry: tuple[Array, Any], item: tuple[Array, Array]) -> tuple[tuple[Array, Any], None]:
         piece, index = item
-        hidden, cache = prefill_chunk(module, params, piece, length_of(index), carry[1])
+        hidden, cache = feed(module, params, piece, length_of(index), carry[1])
         return (latest(length_of(index), hidden, carry[0]), cache), None
 
-    first = prefill_chunk(module, params, pieces[0], length_of(jnp.int32(0)), cache)
+    first = feed(module, params, pieces[0], length_of(jnp.int32(0)), cache)
     indices = jnp.arange(1, time // chunk, dtype=jnp.int32)
     (hidden, cache), _ = lax.scan(body, first, (pieces[1:], indices))
     return _logits(module, params, hidden), cache
@@ -135,22 +138,16 @@ def start(
     features: SamplingFeatures,
     size: int,
 ) -> LoopState:
-    """Draws the first token from the prompt's last hidden state.
+    """:func:`begin` from the prompt's last hidden state.
 
     Args:
       module: static.
       params: its tree.
       hidden: from :func:`prefill_chunk`.
-      cache: likewise.
-      prompt: right-padded; read only for a repetition penalty, may be [B, 0] otherwise.
-      lengths: prompt tokens a row.
-      sampling: values, a row each.
-      limits: likewise.
-      features: static.
-      size: static; room for generated tokens, at least the largest ``limits.max_tokens``.
+      cache, prompt, lengths, sampling, limits, features, size: as there.
     """
     logits = _logits(module, params, hidden)
-    return _start(logits, cache, prompt, lengths, sampling, limits, features=features, size=size)
+    return begin(logits, cache, prompt, lengths, sampling, limits, features=features, size=size)
 
 
 def run_loop(
@@ -226,7 +223,7 @@ def complete(
     """
     cache = module.init_cache(tokens.shape[0], capacity, dtype)
     logits, cache = prefill(module, params, tokens, lengths, cache, chunk=chunk)
-    state = _start(logits, cache, tokens, lengths, sampling, limits, features=features, size=size)
+    state = begin(logits, cache, tokens, lengths, sampling, limits, features=features, size=size)
     stopped = jnp.zeros(tokens.shape[0], jnp.bool_)
     limit = jnp.int32(size)
     return run_loop(
@@ -241,7 +238,7 @@ def _logits(
     return logits
 
 
-def _start(
+def begin(
     logits: Float32[Array, "batch vocab"],
     cache: Any,
     prompt: Int32[Array, "batch time"],
@@ -252,6 +249,18 @@ def _start(
     features: SamplingFeatures,
     size: int,
 ) -> LoopState:
+    """Draws the first token of each row.
+
+    Args:
+      logits: what follows the prompts.
+      cache: holds the prompts.
+      prompt: right-padded; read only for a repetition penalty, may be [B, 0] otherwise.
+      lengths: prompt tokens a row.
+      sampling: values, a row each.
+      limits: likewise.
+      features: static.
+      size: static; room for generated tokens, at least the largest ``limits.max_tokens``.
+    """
     batch, vocab = logits.shape
     empty = Output.empty(batch, size, features.top_logprobs)
     sampler = init_sampler(sampling, features, prompt, lengths, vocab)

@@ -214,15 +214,9 @@ def sample(
     valid = jnp.isfinite(jnp.max(scores, axis=-1))
     tokens = lax.argmax(scores, 1, jnp.int32)
     if features.stochastic:
-        warm = params.temp > 0
-        kept = truncate(
-            temper(scores, params.temp),
-            top_k=params.top_k if features.top_k else None,
-            top_p=params.top_p if features.top_p else None,
-            min_p=params.min_p if features.min_p else None,
-        )
-        drawn = lax.argmax(kept + _gumbel(params.seed, state.step, kept.shape[1]), 1, jnp.int32)
-        tokens = jnp.where(warm, drawn, tokens)
+        keys = position_keys(params.seed, jnp.broadcast_to(state.step, tokens.shape))
+        drawn = draw(shaped(scores, params, features), keys)
+        tokens = jnp.where(params.temp > 0, drawn, tokens)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     top_logprobs, top_tokens = lax.top_k(logprobs, features.top_logprobs)
     result = Sample(
@@ -232,7 +226,7 @@ def sample(
         top_logprobs=top_logprobs,
         valid=valid,
     )
-    return result, _remember(state, tokens, params, features)
+    return result, remember(state, tokens, params, features)
 
 
 def penalize(
@@ -257,36 +251,58 @@ def penalize(
     return scores
 
 
-def _gumbel(
-    seed: UInt32[Array, " batch"], step: Int32[Array, ""], vocab: int
+def shaped(
+    scores: Float32[Array, "batch vocab"], params: SamplingArrays, features: SamplingFeatures
 ) -> Float32[Array, "batch vocab"]:
-    """Noise whose addition turns the largest score into a draw from their softmax."""
+    """Penalized logits after temperature and the truncations; a draw is from their softmax."""
+    return truncate(
+        temper(scores, params.temp),
+        top_k=params.top_k if features.top_k else None,
+        top_p=params.top_p if features.top_p else None,
+        min_p=params.min_p if features.min_p else None,
+    )
 
-    def row(value: Array) -> Array:
-        key = jax.random.fold_in(jax.random.key(value, impl="threefry2x32"), step)
-        return jax.random.gumbel(key, (vocab,), jnp.float32)
 
-    return jax.vmap(row)(seed)
+def position_keys(seed: UInt32[Array, " batch"], index: Int32[Array, " batch"]) -> Array:
+    """The threefry key of each row's token number ``index``."""
+
+    def row(value: Array, at: Array) -> Array:
+        return jax.random.fold_in(jax.random.key(value, impl="threefry2x32"), at)
+
+    return jax.vmap(row)(seed, index)
 
 
-def _remember(
+def draw(scores: Float32[Array, "batch vocab"], keys: Array) -> Int32[Array, " batch"]:
+    """One id a row from the softmax of its scores: the largest sum with Gumbel noise."""
+
+    def row(key: Array) -> Array:
+        return jax.random.gumbel(key, scores.shape[1:], jnp.float32)
+
+    return lax.argmax(scores + jax.vmap(row)(keys), 1, jnp.int32)
+
+
+def remember(
     state: SamplerState,
     tokens: Int32[Array, " batch"],
     params: SamplingArrays,
     features: SamplingFeatures,
+    kept: Bool[Array, " batch"] | None = None,
 ) -> SamplerState:
-    """The state after ``tokens`` joined the context."""
+    """The state after ``tokens`` joined the context, in the rows that are ``kept`` (all)."""
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    if kept is None:
+        kept = jnp.ones(tokens.shape, jnp.bool_)
+    once = kept.astype(jnp.int32)
     counts, ring, outputs = state.context_counts, state.ring, state.output_counts
     if features.repetition:
-        counts = counts.at[rows, tokens].add(1)
+        counts = counts.at[rows, tokens].add(once)
     if features.repetition_window:
         window = params.repetition_window
         slot = state.context_length % jnp.maximum(window, 1)
         leaving = ring[rows, slot]
-        gone = (window > 0) & (state.context_length >= window)
+        gone = kept & (window > 0) & (state.context_length >= window)
         counts = counts.at[rows, leaving].add(-gone.astype(jnp.int32))
-        ring = ring.at[rows, slot].set(tokens)
+        ring = ring.at[rows, slot].set(jnp.where(kept, tokens, leaving))
     if features.occurrence:
-        outputs = outputs.at[rows, tokens].add(1)
-    return SamplerState(state.step + 1, counts, ring, state.context_length + 1, outputs)
+        outputs = outputs.at[rows, tokens].add(once)
+    return SamplerState(state.step + 1, counts, ring, state.context_length + once, outputs)

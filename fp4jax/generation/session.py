@@ -94,6 +94,7 @@ def _window(output: Output, begin, *, count: int, probe: TraceProbe) -> Output:
         count=jnp.copy(output.count),
         finished=jnp.copy(output.finished),
         invalid=jnp.copy(output.invalid),
+        from_draft=cut(output.from_draft),
     )
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
+from fp4jax.generation.acceptance import Verdict
 from fp4jax.generation.samplers import Sample, SamplerState
 
 
@@ -40,6 +41,7 @@ class Output:
       count: tokens of each row.
       finished: the row met a stop id or its limit, or is invalid.
       invalid: the row ended because its logits were not finite; its last token means nothing.
+      from_draft: a drafter proposed the token.
     """
 
     tokens: Int32[Array, "batch size"]
@@ -49,6 +51,7 @@ class Output:
     count: Int32[Array, " batch"]
     finished: Bool[Array, " batch"]
     invalid: Bool[Array, " batch"]
+    from_draft: Bool[Array, "batch size"]
 
     @classmethod
     def empty(cls, batch: int, size: int, top: int) -> Output:
@@ -61,6 +64,7 @@ class Output:
             count=jnp.zeros(batch, jnp.int32),
             finished=jnp.zeros(batch, jnp.bool_),
             invalid=jnp.zeros(batch, jnp.bool_),
+            from_draft=jnp.zeros((batch, size), jnp.bool_),
         )
 
 
@@ -103,4 +107,43 @@ def record(output: Output, drawn: Sample, step: Int32[Array, ""], limits: Limits
         count=count,
         finished=output.finished | ended,
         invalid=output.invalid | invalid,
+        from_draft=output.from_draft,
     )
+
+
+def record_block(
+    output: Output, verdict: Verdict, limits: Limits
+) -> tuple[Output, Int32[Array, " batch"]]:
+    """``output`` with what a verification pass gave each unfinished row, and how many that is.
+
+    A row ends at the first stop id, at its limit, or at logits that are not finite; what comes
+    after in the block is dropped.
+    """
+    batch, block = verdict.tokens.shape
+    at = jnp.arange(block, dtype=jnp.int32)[None, :]
+    active = ~output.finished
+    stop = jnp.any(verdict.tokens[:, :, None] == limits.stop_ids[:, None, :], axis=2)
+    reached = output.count[:, None] + at + 1 >= limits.max_tokens[:, None]
+    offered = at <= verdict.accepted[:, None]
+    ends = offered & (stop | reached | ~verdict.valid)
+    before = jnp.cumsum(ends.astype(jnp.int32), axis=1) - ends.astype(jnp.int32)
+    kept = active[:, None] & offered & (before == 0)
+    taken = jnp.sum(kept, axis=1, dtype=jnp.int32)
+
+    size = output.tokens.shape[1]
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    slots = jnp.where(kept, output.count[:, None] + at, size)  # past the end: dropped
+
+    def put(buffer: Array, values: Array) -> Array:
+        return buffer.at[rows, slots].set(values, mode="drop")
+
+    return Output(
+        tokens=put(output.tokens, verdict.tokens),
+        logprobs=put(output.logprobs, verdict.logprobs),
+        top_tokens=put(output.top_tokens, verdict.top_tokens),
+        top_logprobs=put(output.top_logprobs, verdict.top_logprobs),
+        count=output.count + taken,
+        finished=output.finished | jnp.any(kept & ends, axis=1),
+        invalid=output.invalid | jnp.any(kept & ~verdict.valid, axis=1),
+        from_draft=put(output.from_draft, at < verdict.accepted[:, None]),
+    ), taken

@@ -26,12 +26,19 @@ class ToyCache:
     keys: Any
     values: Any
 
+    def on_trial(self):
+        return self
+
+    def commit(self, position, lengths):
+        return dataclasses.replace(self, position=position + lengths)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ToyOut:
     hidden: Any
     cache: Any
+    taps: Any = ()
 
 
 def angles(position, hidden, xp):
@@ -54,7 +61,7 @@ class ToyModule(nn.Module):
         empty = jnp.zeros((batch, capacity, self.hidden), dtype)
         return ToyCache(jnp.zeros(batch, jnp.int32), empty, empty)
 
-    def __call__(self, tokens, *, cache, lengths):
+    def __call__(self, tokens, *, cache, lengths=None, taps=()):
         tracing()
         time = tokens.shape[1]
         positions = cache.position[:, None] + jnp.arange(time, dtype=jnp.int32)
@@ -73,7 +80,11 @@ class ToyModule(nn.Module):
         seen = slots[None, None, :] <= positions[:, :, None]
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         out = x + jnp.einsum("bts,bsh->bth", weights, values, precision="highest")
-        return ToyOut(out, ToyCache(cache.position + lengths, keys, values))
+        ahead = time if lengths is None else lengths
+        return ToyOut(out, ToyCache(cache.position + ahead, keys, values), (x,) * len(taps))
+
+    def embed(self, tokens):
+        return self.embedding[tokens]
 
     def logits(self, hidden):
         return jnp.einsum("...h,hv->...v", hidden, self.head, precision="highest")
