@@ -18,19 +18,21 @@ if TYPE_CHECKING:
         generate_tokens,
         stream_generate,
     )
-    from fp4jax.loading import load, load_model
+    from fp4jax.loading import load, load_draft, load_model
     from fp4jax.model import Model, engine_id
+    from fp4jax.random_weights import random_model
     from fp4jax.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 
 _HOMES = (
-    ("fp4jax.loading", ("load", "load_model")),
+    ("fp4jax.loading", ("load", "load_draft", "load_model")),
     ("fp4jax.model", ("Model", "engine_id")),
     (
         "fp4jax.generation",
         ("SamplingParams", "batch_generate", "generate", "generate_tokens", "stream_generate"),
     ),
+    ("fp4jax.random_weights", ("random_model",)),
     ("fp4jax.tokenizer", ("Tokenizer",)),
 )
 
@@ -43,7 +45,9 @@ __all__ = [
     "generate",
     "generate_tokens",
     "load",
+    "load_draft",
     "load_model",
+    "random_model",
     "stream_generate",
 ]
 

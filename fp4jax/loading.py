@@ -22,6 +22,7 @@ from fp4jax.checkpoints.hf_config import (
     read_json,
     text_config,
 )
+from fp4jax.checkpoints.keys import Key
 from fp4jax.checkpoints.loader import check_values, load_params
 from fp4jax.checkpoints.plan import Plan, make_plan
 from fp4jax.checkpoints.quantization import QuantizationConfig, read_quantization
@@ -57,6 +58,49 @@ class OpenedCheckpoint:
     plan: Plan
 
 
+@dataclasses.dataclass(frozen=True)
+class StatedConfig:
+    """What a checkpoint's configuration files say; meanings as in :class:`OpenedCheckpoint`."""
+
+    hf: Mapping[str, Any]
+    architecture: Architecture
+    config: Any
+    quantization: QuantizationConfig
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """The key table of these sizes."""
+        return self.architecture.keys(self.config)
+
+    def plan(self, files: TensorFiles) -> Plan:
+        """``files`` matched with the keys; errors as :func:`make_plan`'s."""
+        return make_plan(
+            files,
+            self.keys,
+            self.quantization,
+            tied=self.config.tie_word_embeddings,
+            skips=self.architecture.skip,
+        )
+
+
+def read_config(path: Path) -> StatedConfig:
+    """A ``config.json``, and ``hf_quant_config.json`` beside it where there is one.
+
+    Raises:
+      CheckpointError: missing, or not JSON.
+      ConfigError: an architecture, algorithm or size that is unknown or contradictory.
+    """
+    raw = read_json(path, required=True)
+    hf = text_config(raw)
+    try:
+        architecture = find_architecture(architecture_names(raw))
+        return StatedConfig(
+            hf, architecture, architecture.config(hf), read_quantization(path.parent, hf)
+        )
+    except ConfigError as error:
+        raise type(error)(f"{path.parent}: {error}") from None
+
+
 def open_checkpoint(path: str | Path) -> OpenedCheckpoint:
     """Reads the configuration and every header of a checkpoint and matches the two.
 
@@ -68,24 +112,13 @@ def open_checkpoint(path: str | Path) -> OpenedCheckpoint:
     root = Path(path).expanduser()
     if not root.is_dir():
         raise CheckpointError(f"{root}: no such checkpoint folder")
-    raw = read_json(root / CONFIG_NAME, required=True)
-    hf = text_config(raw)
-    try:
-        architecture = find_architecture(architecture_names(raw))
-        config = architecture.config(hf)
-        quantization = read_quantization(root, hf)
-    except ConfigError as error:
-        raise type(error)(f"{root}: {error}") from None
+    stated = read_config(root / CONFIG_NAME)
     files = unstack_experts(TensorFiles.open(root))
-    plan = make_plan(
-        files,
-        architecture.keys(config),
-        quantization,
-        tied=config.tie_word_embeddings,
-        skips=architecture.skip,
+    plan = stated.plan(files)
+    config = dataclasses.replace(stated.config, tie_word_embeddings=plan.tied)
+    return OpenedCheckpoint(
+        files, stated.hf, stated.architecture, config, stated.quantization, plan
     )
-    config = dataclasses.replace(config, tie_word_embeddings=plan.tied)
-    return OpenedCheckpoint(files, hf, architecture, config, quantization, plan)
 
 
 def load(
@@ -130,15 +163,46 @@ def load_model(
     Warns:
       CheckpointWarning: config and tensors contradict each other; the tensors decide.
     """
+    return _load(path, dtype, mesh, progress, drafter=False)
+
+
+def load_draft(
+    path: str | Path,
+    *,
+    dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    progress: bool | Progress | None = None,
+) -> Model:
+    """Loads a drafter, which proposes tokens to a model; it has neither tokenizer nor head.
+
+    Its ``module`` is a :class:`~fp4jax.generation.drafting.Drafter`. Arguments, errors and
+    warnings as of :func:`load_model`.
+    """
+    return _load(path, dtype, mesh, progress, drafter=True)
+
+
+def _load(
+    path: str | Path,
+    dtype: Any,
+    mesh: jax.sharding.Mesh | None,
+    progress: bool | Progress | None,
+    *,
+    drafter: bool,
+) -> Model:
     compute = compute_dtype(dtype)
     opened = open_checkpoint(path)
+    if opened.architecture.drafter != drafter:
+        kind, loader = ("a drafter", "load_draft") if not drafter else ("no drafter", "load_model")
+        raise ConfigError(
+            f"{opened.files.root}: {opened.architecture.name} is {kind}; fp4jax.{loader} loads it"
+        )
     for message in opened.plan.warnings:
-        warnings.warn(f"{opened.files.root}: {message}", CheckpointWarning, stacklevel=2)
+        warnings.warn(f"{opened.files.root}: {message}", CheckpointWarning, stacklevel=3)
     generation = read_json(opened.files.root / GENERATION_CONFIG_NAME)
     eos = eos_token_ids(generation, opened.hf)
     check_values(opened.files, opened.plan)
     module = opened.architecture.model(config=opened.config, dtype=compute)
-    with _progress(progress) as report:
+    with reported(progress) as report:
         params = load_params(opened.files, opened.plan, dtype=compute, mesh=mesh, progress=report)
     return Model(module, params, eos)
 
@@ -161,7 +225,8 @@ def compute_dtype(dtype: Any = None) -> jnp.dtype:
 
 
 @contextlib.contextmanager
-def _progress(progress: bool | Progress | None) -> Iterator[Progress | None]:
+def reported(progress: bool | Progress | None) -> Iterator[Progress | None]:
+    """What ``load(progress=…)`` stands for: a bar, the caller's own callable, or nothing."""
     if progress is None:
         progress = sys.stderr.isatty()
     if isinstance(progress, bool):

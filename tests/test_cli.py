@@ -54,6 +54,15 @@ def test_generate_streams_what_the_library_gives(capsys, checkpoint, engine):
     assert out == fp4jax.generate(*engine, "Hi", max_tokens=8) + "\n"
 
 
+def test_bench_with_random_weights(capsys, oracles):
+    config = oracles / "llama-modelopt" / "config.json"
+    sizes = ("-p", 4, "-g", 3, "-n", 1, "--json", "--quiet")
+    status, out, _ = run(capsys, "bench", "--random-weights", config, *sizes)
+    assert status == 0 and json.loads(out)["generation_tps"] > 0
+    status, _, err = run(capsys, "bench", "--random-weights", config, "--model", config.parent)
+    assert status == 2 and "one of them" in err
+
+
 def test_generate_passes_every_sampling_flag_on(capsys, checkpoint, engine):
     flags = ("--temp", 0.9, "--top-p", 0.9, "--top-k", 50, "--min-p", 0.01, "--seed", 3)
     flags += ("--repetition-penalty", 1.2, "--presence-penalty", 0.5, "--frequency-penalty", 0.1)

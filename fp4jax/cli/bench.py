@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +14,15 @@ from fp4jax.cli import options
 
 def run_bench(
     model: options.ModelPath = None,
+    random_weights: Annotated[
+        Path | None,
+        typer.Option(
+            "--random-weights",
+            metavar="CONFIG.json",
+            help="Time a model of this configuration with random weights, quantized as it says; "
+            "no checkpoint is needed.",
+        ),
+    ] = None,
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", "-p", help="Tokens of each prompt.")
     ] = 512,
@@ -31,7 +41,12 @@ def run_bench(
 
     from fp4jax.benchmark import benchmark
 
-    engine, _ = options.open_model(model, dtype, quiet)
+    if random_weights is None:
+        engine, _ = options.open_model(model, dtype, quiet)
+    elif model is not None:
+        raise typer.BadParameter("--random-weights stands in place of --model; give one of them")
+    else:
+        engine = options.open_random(random_weights, dtype, quiet)
     with options.shown(quiet) as report:
         found = benchmark(
             engine,

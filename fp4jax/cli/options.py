@@ -123,6 +123,15 @@ def open_model(model: Path | None, dtype: str | None, quiet: bool) -> tuple[Mode
         return load(path, dtype=dtype, progress=report if report is not None else False)
 
 
+def open_random(config: Path, dtype: str | None, quiet: bool) -> Model:
+    """A model of a configuration's sizes with random weights, with a progress bar."""
+    from fp4jax.random_weights import random_model
+
+    keep_compiled_programs()
+    with shown(quiet) as report:
+        return random_model(config, dtype=dtype, progress=report if report is not None else False)
+
+
 def keep_compiled_programs() -> None:
     """Has this process keep compiled programs on disk, so that the next start is quick.
 
