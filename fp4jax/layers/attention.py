@@ -1,4 +1,4 @@
-"""Self-attention with grouped queries, rotary positions, and optional q/k norm and output gate."""
+"""Self-attention with grouped queries, and optional rotary positions, q/k norm and output gate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Attention(nn.Module):
       heads: query heads.
       kv_heads: key/value heads, a divisor of ``heads``.
       head_dim: channels of a head.
-      rope: rotary embedding.
+      rope: rotary embedding; None where a model leaves positions to its other layers.
       qk_norm: epsilon of an RMSNorm over each head of q and k; None for none.
       window: tokens seen, the own one included; None for all.
       use_bias: biases on q, k, v and o made by ``init``.
@@ -40,7 +40,7 @@ class Attention(nn.Module):
     heads: int
     kv_heads: int
     head_dim: int
-    rope: RopeConfig
+    rope: RopeConfig | None
     qk_norm: float | None = None
     window: int | None = None
     use_bias: bool = False
@@ -75,8 +75,9 @@ class Attention(nn.Module):
         if self.qk_norm is not None:
             query = RMSNorm(self.qk_norm, self.zero_centered_norm, name="q_norm")(query)
             key = RMSNorm(self.qk_norm, self.zero_centered_norm, name="k_norm")(key)
-        query = apply_rope(query, positions, self.rope, self.rotary_dim)
-        key = apply_rope(key, positions, self.rope, self.rotary_dim)
+        if self.rope is not None:
+            query = apply_rope(query, positions, self.rope, self.rotary_dim)
+            key = apply_rope(key, positions, self.rope, self.rotary_dim)
         keys, values = key, value
         if cache is not None:
             cache = cache.write(key, value, positions[:, 0])

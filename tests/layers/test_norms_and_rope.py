@@ -49,6 +49,35 @@ def test_rms_norm_in_bf16_is_computed_in_f32():
     assert found.dtype == ml_dtypes.bfloat16
 
 
+def test_rms_norm_rounded_last():
+    """Exactly the value in f32, rounded once."""
+    rng = np.random.default_rng(2)
+    x = (rng.normal(size=(5, 64)) * 300).astype(ml_dtypes.bfloat16)
+    weight = rng.normal(size=64).astype(ml_dtypes.bfloat16)
+    variables = {"params": {"weight": jnp.asarray(weight)}}
+    found = np.asarray(RMSNorm(1e-6, rounded_last=True).apply(variables, jnp.asarray(x)))
+    exact = rms_norm(x.astype(np.float64), weight.astype(np.float64), 1e-6)
+    wide = exact.astype(np.float32).astype(ml_dtypes.bfloat16)
+    assert found.dtype == ml_dtypes.bfloat16
+    assert (found == wide).mean() > 0.98
+    early = np.asarray(RMSNorm(1e-6).apply(variables, jnp.asarray(x)))
+    assert (early != wide).mean() > 0.1
+
+
+@pytest.mark.parametrize("groups", [1, 3, 16])
+def test_rms_norm_in_groups(groups):
+    rng = np.random.default_rng(3)
+    x = (rng.normal(size=(2, 3, 48)) * np.logspace(-2, 2, 48)).astype(np.float32)
+    weight = rng.normal(size=48).astype(np.float32)
+    variables = {"params": {"weight": jnp.asarray(weight)}}
+    found = np.asarray(RMSNorm(1e-6, groups=groups).apply(variables, jnp.asarray(x)))
+    size = 48 // groups
+    for g in range(groups):
+        part = slice(g * size, (g + 1) * size)
+        expected = rms_norm(x[..., part].astype(np.float64), weight[part].astype(np.float64), 1e-6)
+        assert error(found[..., part], expected) < 1e-6
+
+
 def reference_config(case) -> RopeConfig:
     longest = REFERENCE["max_position_embeddings"]
     return RopeConfig.from_hf(
