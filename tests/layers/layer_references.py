@@ -82,6 +82,19 @@ def mixture(x, router, gate, up, down, top_k: int, normalize: bool) -> np.ndarra
     return out
 
 
+def sigmoid_routing(scores, bias, groups: int, top_groups: int, top_k: int) -> list[int]:
+    """Experts of one token, best first: of the groups whose two best sum to most."""
+    rating = (scores + bias).reshape(groups, -1)
+    best = np.argsort(-np.sort(rating, axis=1)[:, -2:].sum(axis=1))[:top_groups]
+    size = rating.shape[1]
+    left = [g * size + i for g in best for i in range(size)]
+    return sorted(left, key=lambda e: -rating.reshape(-1)[e])[:top_k]
+
+
+def squared_relu_mlp(x, up, down) -> np.ndarray:
+    return np.maximum(x @ up.T, 0) ** 2 @ down.T
+
+
 def error(found, expected) -> float:
     """Relative to the largest value."""
     return float(np.abs(np.asarray(found, np.float64) - expected).max() / np.abs(expected).max())

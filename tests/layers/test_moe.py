@@ -6,9 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layer_references import error, mixture, random_nvfp4, softmax, values
+from layer_references import (
+    error,
+    mixture,
+    random_nvfp4,
+    sigmoid_routing,
+    softmax,
+    squared_relu_mlp,
+    swiglu,
+    values,
+)
 
-from fp4jax.layers.moe import SparseMoE, route, sort_by_expert
+from fp4jax.layers.moe import SparseMoE
+from fp4jax.layers.routing import SigmoidRouting, route, route_by_sigmoid, sort_by_expert
 from fp4jax.marlin import repack
 from fp4jax.nvfp4 import NVFP4Weight
 
@@ -101,3 +111,83 @@ def test_sorting_by_expert():
     assert (np.diff(flat[np.asarray(order)]) >= 0).all()
     # Stable, so a token's result does not depend on how equal choices happen to be ordered.
     np.testing.assert_array_equal(np.asarray(order), np.argsort(flat, kind="stable"))
+
+
+@pytest.mark.parametrize(
+    ("groups", "top_groups", "top_k", "normalize"),
+    [(1, 1, 3, True), (3, 2, 3, True), (2, 1, 2, False), (6, 2, 2, True)],
+)
+def test_routing_by_sigmoids(groups, top_groups, top_k, normalize):
+    """A bias decides who is chosen, and has no part in the shares."""
+    rng = np.random.default_rng(groups)
+    logits = rng.normal(size=(50, EXPERTS)).astype(np.float32)
+    bias = rng.normal(size=EXPERTS).astype(np.float32)
+    routing = SigmoidRouting(groups, top_groups, 2.5)
+    chosen, shares = route_by_sigmoid(
+        jnp.asarray(logits), jnp.asarray(bias), routing, top_k, normalize
+    )
+    swayed = 0
+    for row, picked, given in zip(logits, np.asarray(chosen), np.asarray(shares), strict=True):
+        scores = 1 / (1 + np.exp(-row.astype(float)))
+        np.testing.assert_array_equal(
+            picked, sigmoid_routing(scores, bias, groups, top_groups, top_k)
+        )
+        kept = scores[picked]
+        expected = 2.5 * (kept / kept.sum() if normalize else kept)
+        np.testing.assert_allclose(given, expected, rtol=2e-6)
+        swayed += set(picked) != set(np.argsort(-scores)[:top_k])
+    assert swayed > 10
+
+
+@pytest.mark.parametrize("latent", [None, 48])
+@pytest.mark.parametrize("gated", [False, True])
+def test_experts_beside_a_shared_one(latent, gated):
+    """Experts with and without gate, reading the input or what a projection makes of it."""
+    rng = np.random.default_rng(1)
+    width = latent or HIDDEN
+    inside = 2 * WIDTH if gated else WIDTH
+
+    def matrix(*shape):
+        return (rng.normal(size=shape) * shape[-1] ** -0.5).astype(np.float32)
+
+    first, down = matrix(EXPERTS, inside, width), matrix(EXPERTS, width, WIDTH)
+    shared, shared_down = matrix(inside, HIDDEN), matrix(HIDDEN, WIDTH)
+    into, back = matrix(width, HIDDEN), matrix(HIDDEN, width)
+    router, bias = matrix(EXPERTS, HIDDEN), rng.normal(size=EXPERTS).astype(np.float32)
+    name = "gate_up_proj" if gated else "up_proj"
+    params = {
+        "gate": {"weight": router},
+        "choice_bias": bias,
+        name: {"weight": first},
+        "down_proj": {"weight": down},
+        "shared_experts": {name: {"weight": shared}, "down_proj": {"weight": shared_down}},
+    }
+    if latent:
+        params |= {"fc1_latent_proj": {"weight": into}, "fc2_latent_proj": {"weight": back}}
+    layer = SparseMoE(
+        HIDDEN,
+        WIDTH,
+        EXPERTS,
+        2,
+        gated=gated,
+        latent_size=latent,
+        sigmoid=SigmoidRouting(scale=1.5),
+        shared_size=WIDTH,
+    )
+    x = rng.normal(size=(9, HIDDEN)).astype(np.float32)
+    found = jax.jit(layer.apply)({"params": jax.tree.map(jnp.asarray, params)}, x)
+
+    def expert(row, first, down):
+        if gated:
+            return swiglu(row, first[:WIDTH], first[WIDTH:], down)
+        return squared_relu_mlp(row, first, down)
+
+    expected = np.zeros(x.shape)
+    for t, row in enumerate(x.astype(float)):
+        scores = 1 / (1 + np.exp(-router.astype(float) @ row))
+        chosen = sigmoid_routing(scores, bias, 1, 1, 2)
+        read = into @ row if latent else row
+        y = sum(scores[e] * expert(read, first[e], down[e]) for e in chosen)
+        y = 1.5 * y / scores[chosen].sum()
+        expected[t] = (back @ y if latent else y) + expert(row, shared, shared_down)
+    assert error(found, expected) < 2e-6
