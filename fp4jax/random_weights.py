@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 
 from fp4jax.checkpoints.hf_config import CONFIG_NAME
 from fp4jax.checkpoints.loader import load_params
-from fp4jax.checkpoints.random_files import RandomFiles
+from fp4jax.checkpoints.random_files import EVERY_LINEAR, RandomFiles
 from fp4jax.errors import CheckpointError
 from fp4jax.loading import compute_dtype, read_config, reported
 from fp4jax.model import Model
@@ -47,6 +48,8 @@ def random_model(
     if not path.is_file():
         raise CheckpointError(f"{path}: no such configuration file")
     stated = read_config(path)
+    if stated.quantization.method is None:
+        stated = dataclasses.replace(stated, quantization=EVERY_LINEAR)
     tied = stated.config.tie_word_embeddings
     files = RandomFiles(path, stated.keys, stated.quantization, tied=tied, seed=seed)
     module = stated.architecture.model(config=stated.config, dtype=compute)

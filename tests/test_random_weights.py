@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+from collections import Counter
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 import fp4jax
+from fp4jax.checkpoints.random_files import EVERY_LINEAR, RandomFiles
 from fp4jax.errors import CheckpointError, ConfigError
 from fp4jax.fp8 import FP8Weight
+from fp4jax.loading import read_config
 from fp4jax.marlin import MarlinWeight
 from fp4jax.quantized import is_quantized
 
@@ -83,3 +88,29 @@ def test_bad_configurations(tmp_path, oracles):
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Nonsense"]}))
     with pytest.raises(ConfigError, match="Nonsense"):
         load(tmp_path)
+
+
+NVFP4_MATRICES = {
+    "llama-3.1-8b": 7 * 32,
+    "qwen3-8b": 7 * 36,
+    "qwen3-30b-a3b": (4 + 3 * 128) * 48,
+    "qwen3.5-35b-a3b": 3 * (256 + 1) * 40 + 1,
+    "nemotron-3-nano-30b-a3b": 2 * (128 + 1) * 23 + 1,
+}
+FP8_MATRICES = {
+    "qwen3.5-35b-a3b": 3 * 30 + 4 * 10,
+    "nemotron-3-nano-30b-a3b": 2 * 23,
+}
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[1] / "bench/configs").iterdir()))
+def test_public_configurations_are_planned(file):
+    """Every tensor of the benchmarks' configurations has its place; headers only."""
+    stated = read_config(file)
+    if stated.quantization.method is None:
+        stated = dataclasses.replace(stated, quantization=EVERY_LINEAR)
+    plan = stated.plan(RandomFiles(file, stated.keys, stated.quantization))
+    assert plan.warnings == () and not plan.tied
+    formats = Counter(m.format for node in plan.nodes for group in node.matrices for m in group)
+    assert formats["modelopt"] == NVFP4_MATRICES[file.stem]
+    assert formats["fp8"] == FP8_MATRICES.get(file.stem, 0)

@@ -16,7 +16,7 @@ import numpy as np
 
 from fp4jax.checkpoints.keys import Key
 from fp4jax.checkpoints.modelopt import MODELOPT
-from fp4jax.checkpoints.quantization import QuantizationConfig, is_embedding, matches
+from fp4jax.checkpoints.quantization import EMBEDDINGS, QuantizationConfig, is_embedding
 from fp4jax.checkpoints.stored import FP8_SCALE
 from fp4jax.checkpoints.tensors import TensorFiles, TensorInfo
 from fp4jax.checkpoints.writer import DECAYS, DEFAULT_EXCLUDE, ROUTERS
@@ -32,6 +32,13 @@ E4M3_RMS = 100.0
 BLOCK_VALUE = 3.6
 """That of an NVFP4 block with uniform codes and scales between 0.5 and 1.875."""
 
+EVERY_LINEAR = QuantizationConfig(
+    method=MODELOPT.name,
+    algorithms=("W4A16_NVFP4",),
+    ignore=(*DEFAULT_EXCLUDE, *ROUTERS, *DECAYS, *(f"*{name}" for name in EMBEDDINGS)),
+)
+"""What recipes do by default: NVFP4, but for the head, routers and decay projections."""
+
 
 class RandomFiles(TensorFiles):
     """Random tensors under the names and in the formats of a ModelOpt checkpoint. Immutable.
@@ -42,8 +49,7 @@ class RandomFiles(TensorFiles):
     Args:
       root: what messages call the checkpoint.
       keys: the model's table.
-      quantization: which modules are quantized by what; where it says nothing, all linears are
-        NVFP4 but the head, routers and decay projections.
+      quantization: which modules are quantized by what.
       tied: leave out the head.
       seed: of all values.
     """
@@ -116,11 +122,7 @@ def _by_key(
 def _algorithms(
     modules: Sequence[str], k: int, quantization: QuantizationConfig
 ) -> list[str | None]:
-    if quantization.method is not None:
-        stated = quantization.algorithms_of(modules)
-    else:
-        excluded = (*DEFAULT_EXCLUDE, *ROUTERS, *DECAYS)
-        stated = [None if matches(module, excluded) else "NVFP4" for module in modules]
+    stated = quantization.algorithms_of(modules)
     fits = [a is not None and ("FP8" in a or k % BLOCK_SIZE == 0) for a in stated]
     return [
         algorithm if fit and not is_embedding(module) else None
