@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fp4jax.checkpoints.keys import Key, Skip
-from fp4jax.layers.decoder import DecoderModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +20,13 @@ class Architecture:
       keys: the checkpoint keys of a config.
       skip: tensors left out on purpose, besides those that every architecture leaves out.
       other_names: names of checkpoints that hold the same text model.
+      drafter: whether it only proposes tokens, by another model's embedding and head.
     """
 
     name: str
     config: Callable[[Mapping[str, Any]], Any]
-    model: type[DecoderModel]
+    model: Callable[..., Any]
     keys: Callable[[Any], tuple[Key, ...]]
     skip: tuple[Skip, ...] = ()
     other_names: tuple[str, ...] = ()
+    drafter: bool = False

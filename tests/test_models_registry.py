@@ -15,6 +15,7 @@ import pytest
 import fp4jax.models
 from fp4jax.architecture import Architecture
 from fp4jax.errors import ConfigError
+from fp4jax.generation.block_drafter import BlockDrafter
 from fp4jax.layers.decoder import DecoderModel
 from fp4jax.models import ARCHITECTURES, find_architecture
 
@@ -43,7 +44,8 @@ def test_every_file_is_registered_and_every_name_is_in_one_file():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=NAMES)
 def test_declarations(architecture):
-    assert issubclass(architecture.model, DecoderModel)
+    kind = BlockDrafter if architecture.drafter else DecoderModel
+    assert issubclass(architecture.model, kind)
     assert inspect.getdoc(architecture.model) and inspect.getdoc(architecture.config)
     assert all(skip.reason and skip.pattern for skip in architecture.skip)
     assert hash(architecture) == hash(dataclasses.replace(architecture))

@@ -41,6 +41,9 @@ ROUTERS = ("*.gate", "*router*", "*.shared_expert_gate")
 DECAYS = ("*.linear_attn.in_proj_a", "*.linear_attn.in_proj_b")
 """One value a head for decay and write strength of linear attention; likewise."""
 
+EMBEDDING = "embed_tokens"
+"""What the token embedding is called in the tree."""
+
 CHUNK_ELEMENTS = 1 << 26
 """Elements quantized at once; bounds the f32 copies of a large matrix."""
 
@@ -145,8 +148,9 @@ def _choose(
     patterns = DEFAULT_EXCLUDE if exclude is None else tuple(exclude)
     if isinstance(exclude, str) or not all(isinstance(p, str) for p in patterns):
         raise ConfigError(f"exclude must be a list of module names or patterns, found {exclude!r}")
-    embedding = plan.nodes[0].matrices[0][0].module
-    linears = [m for node in plan.nodes[1:] for group in node.matrices for m in group]
+    every = [(node.path[0], m) for node in plan.nodes for group in node.matrices for m in group]
+    linears = [m for name, m in every if name != EMBEDDING]
+    embeddings = [m.module for name, m in every if name == EMBEDDING]  # drafters have none
     modules = (*HEADS, *(name.rpartition(".")[0] for name in files.names()))
     for pattern in patterns:
         if not any(matches(module, [pattern]) for module in modules):
@@ -168,7 +172,7 @@ def _choose(
                 )
     heads = HEADS[:1] if plan.tied else ()
     left = {m.module: None for m in linears if m.module not in chosen}
-    return chosen, tuple(sorted([*heads, embedding, *left]))
+    return chosen, tuple(sorted([*heads, *embeddings, *left]))
 
 
 def _source_bytes(plan: Plan) -> int:
