@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp4jax.architecture import Architecture
 from fp4jax.errors import ConfigError
-from fp4jax.models import llama, qwen3, qwen3_5, qwen3_5_moe, qwen3_dflash, qwen3_moe
+from fp4jax.models import llama, nemotron_h, qwen3, qwen3_5, qwen3_5_moe, qwen3_dflash, qwen3_moe
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     llama.ARCHITECTURE,
@@ -12,6 +12,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     qwen3_moe.ARCHITECTURE,
     qwen3_5.ARCHITECTURE,
     qwen3_5_moe.ARCHITECTURE,
+    nemotron_h.ARCHITECTURE,
     qwen3_dflash.ARCHITECTURE,
     qwen3_dflash.SECOND_GENERATION,
 )

@@ -11,6 +11,7 @@ from fp4jax.checkpoints.tensors import TensorFiles, TensorInfo
 
 STACKED = (
     (".experts.gate_up_proj", ("gate_proj", "up_proj")),
+    (".experts.up_proj", ("up_proj",)),
     (".experts.down_proj", ("down_proj",)),
 )
 """Name endings of ``[E, N, K]`` tensors, and the linears that share N, in order."""
