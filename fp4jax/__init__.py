@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fp4jax.generation import (
+        PromptLookup,
         SamplingParams,
         batch_generate,
         generate,
         generate_tokens,
+        pair_draft,
         stream_generate,
     )
     from fp4jax.loading import load, load_draft, load_model
@@ -30,7 +32,15 @@ _HOMES = (
     ("fp4jax.model", ("Model", "engine_id")),
     (
         "fp4jax.generation",
-        ("SamplingParams", "batch_generate", "generate", "generate_tokens", "stream_generate"),
+        (
+            "PromptLookup",
+            "SamplingParams",
+            "batch_generate",
+            "generate",
+            "generate_tokens",
+            "pair_draft",
+            "stream_generate",
+        ),
     ),
     ("fp4jax.random_weights", ("random_model",)),
     ("fp4jax.tokenizer", ("Tokenizer",)),
@@ -38,6 +48,7 @@ _HOMES = (
 
 __all__ = [
     "Model",
+    "PromptLookup",
     "SamplingParams",
     "Tokenizer",
     "batch_generate",
@@ -48,6 +59,7 @@ __all__ = [
     "load_draft",
     "load_model",
     "random_model",
+    "pair_draft",
     "stream_generate",
 ]
 

@@ -9,29 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from fp4jax.generation.requests import (
-    LanguageModel,
-    Prompt,
-    Request,
-    TextTokenizer,
-    make_requests,
-)
-from fp4jax.generation.results import (
-    BatchResult,
-    GenerationStep,
-    TokenLogprob,
-    TokenResult,
-)
+from fp4jax.generation.drafts import as_draft
+from fp4jax.generation.driving import open_session, run, stream
+from fp4jax.generation.requests import LanguageModel, Prompt, TextTokenizer, make_requests
+from fp4jax.generation.results import BatchResult, GenerationStep, TokenResult
 from fp4jax.generation.sampling_params import SamplingParams
-from fp4jax.generation.session import PREFILL_CHUNK, Session
-from fp4jax.generation.state import Output
-from fp4jax.generation.stop import RowText
+from fp4jax.generation.session import PREFILL_CHUNK
 from fp4jax.progress import Progress
-
-STOP_CHECK_TOKENS = 16
-"""Tokens decoded between two looks for stop strings where nothing is streamed."""
 
 
 def generate(
@@ -41,6 +25,7 @@ def generate(
     *,
     sampling: SamplingParams | None = None,
     draft: Any = None,
+    num_draft_tokens: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     progress: Progress | None = None,
     **options: Any,
@@ -55,7 +40,11 @@ def generate(
       tokenizer: likewise.
       prompt: text (encoded as it is), token ids, or chat messages (through the chat template).
       sampling: a :class:`SamplingParams`; default greedy, 256 tokens.
-      draft: reserved.
+      draft: proposes tokens, which the model then verifies several at a time: a draft model from
+        ``fp4jax.load_model``, :class:`~fp4jax.generation.prompt_lookup.PromptLookup`, or a
+        :class:`~fp4jax.generation.drafts.Draft`. Greedy tokens stay those of the model alone, up to
+        ties within rounding; sampled ones keep its distribution.
+      num_draft_tokens: proposals a step; the drafter's own number by default.
       prefill_chunk: prompt tokens fed at once; bounds activation memory.
       progress: called as ``progress(stage, done, total)``: "compile" in compiled functions, only
         where one has to be compiled, and "prefill" in prompt tokens.
@@ -68,11 +57,14 @@ def generate(
       GenerationError: an empty prompt, one that leaves no room in the context, an id outside the
         vocabulary, or logits that are not finite.
       SamplingError: bad sampling values.
-      UnsupportedError: a draft model.
+      ConfigError: a draft that does not fit the model.
+      EngineMismatchError: a draft that was paired with another engine.
     """
     params = SamplingParams.of(sampling, **options)
-    requests = make_requests(model, tokenizer, [prompt], params, draft)
-    return _run(model, tokenizer, requests, prefill_chunk, progress).texts[0]
+    requests = make_requests(model, tokenizer, [prompt], params)
+    bound = None if draft is None else as_draft(draft, model, num_draft_tokens)
+    session = open_session(model, requests, bound, prefill_chunk, progress)
+    return run(session, requests, tokenizer).texts[0]
 
 
 def batch_generate(
@@ -82,6 +74,7 @@ def batch_generate(
     *,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     draft: Any = None,
+    num_draft_tokens: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     progress: Progress | None = None,
     **options: Any,
@@ -94,18 +87,20 @@ def batch_generate(
       prompts: a list of what :func:`generate` takes.
       sampling: one for all rows, where row i draws with seed + i; or one a row, each with its own
         seed (and no ``options``).
-      draft, prefill_chunk, progress, **options: as in :func:`generate`.
+      draft, num_draft_tokens, prefill_chunk, progress, **options: as in :func:`generate`.
 
     Raises:
-      GenerationError, SamplingError, UnsupportedError: as in :func:`generate`.
+      GenerationError, SamplingError, ConfigError, EngineMismatchError: as in :func:`generate`.
     """
     rows: SamplingParams | list[SamplingParams]
     if sampling is None or isinstance(sampling, SamplingParams):
         rows = SamplingParams.of(sampling, **options)
     else:
         rows = [SamplingParams.of(row, **options) for row in sampling]
-    requests = make_requests(model, tokenizer, prompts, rows, draft)
-    return _run(model, tokenizer, requests, prefill_chunk, progress)
+    requests = make_requests(model, tokenizer, prompts, rows)
+    bound = None if draft is None else as_draft(draft, model, num_draft_tokens)
+    session = open_session(model, requests, bound, prefill_chunk, progress)
+    return run(session, requests, tokenizer)
 
 
 def generate_tokens(
@@ -114,6 +109,7 @@ def generate_tokens(
     *,
     sampling: SamplingParams | None = None,
     draft: Any = None,
+    num_draft_tokens: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     progress: Progress | None = None,
     **options: Any,
@@ -123,13 +119,16 @@ def generate_tokens(
     To run inside a jitted function of your own, use :func:`fp4jax.generation.loop.complete`.
     """
     params = SamplingParams.of(sampling, **options)
-    requests = make_requests(model, None, [prompt_ids], params, draft)
-    result = _run(model, None, requests, prefill_chunk, progress)
+    requests = make_requests(model, None, [prompt_ids], params)
+    bound = None if draft is None else as_draft(draft, model, num_draft_tokens)
+    session = open_session(model, requests, bound, prefill_chunk, progress)
+    result = run(session, requests, None)
     return TokenResult(
         tokens=result.tokens[0],
         finish_reason=result.finish_reasons[0],
         logprobs=result.logprobs[0],
         top_logprobs=result.top_logprobs[0],
+        from_draft=result.from_draft[0],
         stats=result.stats,
     )
 
@@ -141,6 +140,7 @@ def stream_generate(
     *,
     sampling: SamplingParams | None = None,
     draft: Any = None,
+    num_draft_tokens: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     progress: Progress | None = None,
     **options: Any,
@@ -151,110 +151,7 @@ def stream_generate(
     or Ctrl-C between steps ends the generation. Arguments and errors as in :func:`generate`.
     """
     params = SamplingParams.of(sampling, **options)
-    (request,) = make_requests(model, tokenizer, [prompt], params, draft)
-    session = Session(model, [request], prefill_chunk=prefill_chunk, progress=progress)
-    return _stream(session, request, tokenizer)
-
-
-def _stream(
-    session: Session, request: Request, tokenizer: TextTokenizer
-) -> Iterator[GenerationStep]:
-    row = _Row(request, tokenizer)
-    session.prefill()
-    ahead = session.window(0, 1)
-    for index in range(request.sampling.max_tokens):
-        window = ahead
-        if index + 1 < request.sampling.max_tokens:
-            # The device goes on while the host reads and shows the token before.
-            session.advance(index + 2)
-            ahead = session.window(index + 1, 1)
-        text = row.take(session.fetch(window), 0, 0)
-        stats = session.stats(len(row.tokens))
-        yield GenerationStep(
-            text=text,
-            token=row.tokens[-1],
-            logprob=row.logprobs[-1],
-            top_logprobs=row.top_logprobs[-1],
-            prompt_tokens=stats.prompt_tokens,
-            prompt_tps=stats.prompt_tps,
-            generation_tokens=stats.generation_tokens,
-            generation_tps=stats.generation_tps,
-            peak_memory=stats.peak_memory,
-            finish_reason=row.finish_reason,
-        )
-        if row.finish_reason is not None:
-            return
-
-
-def _run(
-    model: LanguageModel,
-    tokenizer: TextTokenizer | None,
-    requests: Sequence[Request],
-    prefill_chunk: int,
-    progress: Progress | None,
-) -> BatchResult:
-    """All rows to their ends: one call to the device, or several where stop strings end rows."""
-    session = Session(model, requests, prefill_chunk=prefill_chunk, progress=progress)
-    rows = [_Row(request, tokenizer) for request in requests]
-    longest = max(request.sampling.max_tokens for request in requests)
-    session.prefill()
-    if any(request.sampling.stop for request in requests):
-        for begin in range(0, session.size, STOP_CHECK_TOKENS):
-            stopped = np.asarray([row.finish_reason is not None for row in rows])
-            if stopped.all():
-                break
-            session.advance(begin + STOP_CHECK_TOKENS, stopped)
-            output = session.fetch(session.window(begin, STOP_CHECK_TOKENS))
-            for b, row in enumerate(rows):
-                _take_all(row, output, b, begin)
-    else:
-        session.advance(longest)
-        output = session.fetch()
-        for b, row in enumerate(rows):
-            _take_all(row, output, b, 0)
-    return BatchResult(
-        texts=tuple("".join(row.texts) for row in rows),
-        tokens=tuple(tuple(row.tokens) for row in rows),
-        finish_reasons=tuple(str(row.finish_reason) for row in rows),
-        logprobs=tuple(tuple(row.logprobs) for row in rows),
-        top_logprobs=tuple(tuple(row.top_logprobs) for row in rows),
-        stats=session.stats(sum(len(row.tokens) for row in rows)),
-    )
-
-
-def _take_all(row: _Row, output: Output, b: int, begin: int) -> None:
-    """Takes the entries of ``output``, which starts at token ``begin``, until the row ends."""
-    for at in range(min(int(output.count[b]) - begin, output.tokens.shape[1])):
-        if row.finish_reason is None:
-            row.take(output, b, at)
-
-
-class _Row:
-    """What one row has given so far."""
-
-    def __init__(self, request: Request, tokenizer: TextTokenizer | None) -> None:
-        self._text = RowText(
-            tokenizer.detokenizer() if tokenizer is not None else None,
-            request.sampling.stop,
-            request.stop_ids,
-            request.sampling.max_tokens,
-        )
-        self._top = request.sampling.logprobs
-        self.texts: list[str] = []
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.top_logprobs: list[tuple[TokenLogprob, ...]] = []
-        self.finish_reason: str | None = None
-
-    def take(self, output: Output, b: int, at: int) -> str:
-        """Adds entry ``at`` of row ``b`` (numpy arrays) and returns its text."""
-        token = int(output.tokens[b, at])
-        piece = self._text.add(token)
-        ids = output.top_tokens[b, at, : self._top].tolist()
-        logs = output.top_logprobs[b, at, : self._top].tolist()
-        self.texts.append(piece.text)
-        self.tokens.append(token)
-        self.logprobs.append(float(output.logprobs[b, at]))
-        self.top_logprobs.append(tuple(zip(ids, logs, strict=True)))
-        self.finish_reason = piece.finish_reason
-        return piece.text
+    (request,) = make_requests(model, tokenizer, [prompt], params)
+    bound = None if draft is None else as_draft(draft, model, num_draft_tokens)
+    session = open_session(model, [request], bound, prefill_chunk, progress)
+    return stream(session, request, tokenizer)

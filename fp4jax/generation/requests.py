@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from fp4jax.errors import GenerationError, SamplingError, UnsupportedError
+from fp4jax.errors import GenerationError, SamplingError
 from fp4jax.generation.sampling_params import MAX_SEED, SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -72,7 +72,6 @@ def make_requests(
     tokenizer: TextTokenizer | None,
     prompts: Sequence[Prompt],
     sampling: SamplingParams | Sequence[SamplingParams],
-    draft: Any = None,
 ) -> tuple[Request, ...]:
     """One request a prompt.
 
@@ -81,17 +80,11 @@ def make_requests(
       tokenizer: None where all prompts are token ids and no stop string is used.
       prompts: see :data:`Prompt`.
       sampling: for all rows (row i draws with seed + i), or one a row (seeds as they are).
-      draft: reserved.
 
     Raises:
       GenerationError: no prompt, an empty one, one without room in the context, or a bad id.
       SamplingError: values that do not fit the vocabulary, or stop strings without a tokenizer.
-      UnsupportedError: a draft model.
     """
-    if draft is not None:
-        raise UnsupportedError(
-            "draft models (speculative decoding) are not supported yet; leave draft=None"
-        )
     if isinstance(prompts, str) or not len(prompts):
         raise GenerationError("prompts must be a non-empty list of prompts")
     if all(isinstance(prompt, Mapping) for prompt in prompts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import numpy as np
 
 TokenLogprob = tuple[int, float]
 """A token id and the natural log of its probability."""
@@ -25,7 +26,8 @@ class GenerationStep:
       generation_tps: tokens a second after the first one (0 until then), likewise.
       peak_memory: in GB (10^9 bytes); see :func:`peak_memory_gb`.
       finish_reason: None, or "stop" or "length" on the last step.
-      from_draft: whether a draft model proposed it.
+      from_draft: whether a drafter proposed it.
+      acceptance: how the drafter fared so far; None where there is none.
     """
 
     text: str
@@ -39,6 +41,33 @@ class GenerationStep:
     peak_memory: float
     finish_reason: str | None = None
     from_draft: bool = False
+    acceptance: AcceptanceStats | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptanceStats:
+    """What a drafter came to, all rows together.
+
+    Attributes:
+      steps: verification passes, counted once for each row that had not ended.
+      histogram: entry i counts the steps that gave i + 1 tokens: i accepted proposals and the
+        target's own token, or less where the row ended; as many entries as a block has tokens.
+    """
+
+    steps: int
+    histogram: tuple[int, ...]
+
+    @classmethod
+    def of(cls, counts: np.ndarray) -> AcceptanceStats:
+        """From the counts of each row, [batch, block]."""
+        histogram = tuple(int(n) for n in counts.sum(axis=0))
+        return cls(sum(histogram), histogram)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens a step, the target's own included; 0 before the first step."""
+        tokens = sum((i + 1) * n for i, n in enumerate(self.histogram))
+        return tokens / self.steps if self.steps else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +81,7 @@ class GenerationStats:
       generation_tps: those after each row's first, a second, without compilation.
       peak_memory: in GB (10^9 bytes).
       compile_seconds: spent tracing and compiling; 0 once the shapes are known.
+      acceptance: None where nothing was drafted.
     """
 
     prompt_tokens: int
@@ -60,6 +90,7 @@ class GenerationStats:
     generation_tps: float
     peak_memory: float
     compile_seconds: float
+    acceptance: AcceptanceStats | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +103,7 @@ class BatchResult:
       finish_reasons: "stop" or "length".
       logprobs: of each token, as in :class:`GenerationStep`.
       top_logprobs: likewise.
+      from_draft: whether a drafter proposed the token.
       stats: of the whole call.
     """
 
@@ -80,6 +112,7 @@ class BatchResult:
     finish_reasons: tuple[str, ...]
     logprobs: tuple[tuple[float, ...], ...]
     top_logprobs: tuple[tuple[tuple[TokenLogprob, ...], ...], ...]
+    from_draft: tuple[tuple[bool, ...], ...]
     stats: GenerationStats
 
 
@@ -91,6 +124,7 @@ class TokenResult:
     finish_reason: str
     logprobs: tuple[float, ...]
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...]
+    from_draft: tuple[bool, ...]
     stats: GenerationStats
 
 

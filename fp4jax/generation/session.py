@@ -10,13 +10,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from fp4jax.errors import GenerationError
-from fp4jax.generation import loop
 from fp4jax.generation.buckets import bucket
+from fp4jax.generation.compiled import (
+    TraceProbe,
+    jit_decode,
+    jit_init_cache,
+    jit_latest,
+    jit_prefill,
+    jit_start,
+    jit_window,
+)
 from fp4jax.generation.requests import LanguageModel, Request
-from fp4jax.generation.results import GenerationStats, peak_memory_gb
+from fp4jax.generation.results import AcceptanceStats, GenerationStats, peak_memory_gb
 from fp4jax.generation.samplers import SamplingArrays, SamplingFeatures
 from fp4jax.generation.state import Limits, LoopState, Output
 from fp4jax.progress import Progress
@@ -25,93 +32,27 @@ PREFILL_CHUNK = 512
 COMPILED_STAGES = 3  # prefill, first token, decode: those worth showing
 
 
-class TraceProbe:
-    """A static argument that is told when the function it is passed to gets traced.
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Entries that each row has got since the window before.
 
-    All probes are equal, so a new one reuses what an earlier one compiled.
+    Attributes:
+      output: entry 0 of row b is its token number ``begin[b]``.
+      begin: i32 [B].
+      accepted: counts of speculative steps so far; None in plain decoding.
     """
 
-    def __init__(self, on_trace: Callable[[], None]) -> None:
-        self._on_trace: Callable[[], None] | None = on_trace
-        self.traced = False
+    output: Output
+    begin: Any
+    accepted: Any = None
 
-    def note(self) -> None:
-        """Called by the traced function's Python body."""
-        self.traced = True
-        if self._on_trace is not None:
-            self._on_trace()
-
-    def release(self) -> None:
-        """Drops the callback: the compilation cache keeps the probe itself."""
-        self._on_trace = None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TraceProbe)
-
-    def __hash__(self) -> int:
-        return 1
-
-
-def _init_cache(module, *, batch: int, capacity: int, dtype, probe: TraceProbe):
-    probe.note()
-    return module.init_cache(batch, capacity, dtype)
-
-
-def _prefill(module, params, tokens, lengths, cache, *, probe: TraceProbe):
-    probe.note()
-    return loop.prefill_chunk(module, params, tokens, lengths, cache)
-
-
-def _start(
-    module, params, hidden, prompt, lengths, sampling, limits, *, features, size, probe: TraceProbe
-):
-    probe.note()
-    return loop.start(
-        module, params, hidden, None, prompt, lengths, sampling, limits,
-        features=features, size=size,
-    )  # fmt: skip
-
-
-def _decode(
-    module, params, state, sampling, limits, limit, stopped, *, features, probe: TraceProbe
-):
-    probe.note()
-    return loop.run_loop(module, params, state, sampling, limits, limit, stopped, features=features)
-
-
-def _window(output: Output, begin, *, count: int, probe: TraceProbe) -> Output:
-    """A copy of ``count`` entries, so that the state itself can be donated to the next step."""
-    probe.note()
-
-    def cut(buffer):
-        return lax.dynamic_slice_in_dim(buffer, begin, count, axis=1)
-
-    return Output(
-        tokens=cut(output.tokens),
-        logprobs=cut(output.logprobs),
-        top_tokens=cut(output.top_tokens),
-        top_logprobs=cut(output.top_logprobs),
-        count=jnp.copy(output.count),
-        finished=jnp.copy(output.finished),
-        invalid=jnp.copy(output.invalid),
-        from_draft=cut(output.from_draft),
-    )
-
-
-_jit_init_cache = jax.jit(
-    _init_cache, static_argnames=("module", "batch", "capacity", "dtype", "probe")
-)
-_jit_prefill = jax.jit(_prefill, static_argnames=("module", "probe"), donate_argnames="cache")
-_jit_start = jax.jit(_start, static_argnames=("module", "features", "size", "probe"))
-_jit_decode = jax.jit(
-    _decode, static_argnames=("module", "features", "probe"), donate_argnames="state"
-)
-_jit_latest = jax.jit(loop.latest)
-_jit_window = jax.jit(_window, static_argnames=("count", "probe"))
+    def new(self, row: int) -> int:
+        """Entries of ``row`` that are new; the window has been fetched."""
+        return int(self.output.count[row]) - int(self.begin[row])
 
 
 class Session:
-    """One batch on its way: :meth:`prefill`, then :meth:`advance` and :meth:`window`.
+    """One batch on its way: :meth:`prefill`, then :meth:`advance` and :meth:`window` in turn.
 
     Belongs to one thread. Everything on the device goes when the session goes.
 
@@ -120,6 +61,7 @@ class Session:
       requests: one a row.
       prefill_chunk: prompt tokens fed at once, at least 1.
       progress: told about "compile" (in compiled functions) and "prefill" (in prompt tokens).
+      overhang: cache slots a row past its last token.
     """
 
     def __init__(
@@ -129,6 +71,7 @@ class Session:
         *,
         prefill_chunk: int = PREFILL_CHUNK,
         progress: Progress | None = None,
+        overhang: int = 0,
     ) -> None:
         if prefill_chunk < 1:
             raise GenerationError(f"prefill_chunk={prefill_chunk} must be at least 1")
@@ -141,14 +84,17 @@ class Session:
         self._features = SamplingFeatures.of(rows)
         self._chunk = min(prefill_chunk, bucket(longest, limit=model.max_context))
         padded = -(-longest // self._chunk) * self._chunk
-        needed = max(n + row.max_tokens for n, row in zip(lengths, rows, strict=True))
-        self._capacity = bucket(max(needed, padded), limit=model.max_context)
-        self.size = bucket(max(row.max_tokens for row in rows))
+        needed = max(n + row.max_tokens for n, row in zip(lengths, rows, strict=True)) + overhang
+        self._capacity = bucket(max(needed, padded), limit=model.max_context + overhang)
+        self._longest = max(row.max_tokens for row in rows)
+        self.size = bucket(self._longest)
         self._tokens = np.zeros((len(rows), padded), np.int32)
         for b, request in enumerate(requests):
             self._tokens[b, : lengths[b]] = request.prompt
         self._lengths = np.asarray(lengths, np.int32)
-        self._state: LoopState | None = None
+        self._state: Any = None
+        self._limit = 1  # tokens a row that were asked for so far
+        self._shown: Any = np.zeros(len(rows), np.int32)
         self._compiled = 0
         self.compile_seconds = 0.0
         self._prompt_seconds = 0.0
@@ -161,57 +107,59 @@ class Session:
         model, rows = self._model, [request.sampling for request in self._requests]
         self._sampling = SamplingArrays.of(rows, self._features)
         self._limits = _limits(self._requests)
-        cache = self._call(
-            _jit_init_cache, model.module, shown=False,
-            batch=len(rows), capacity=self._capacity, dtype=jnp.dtype(model.dtype),
-        )  # fmt: skip
+        cache = self._init_cache()
         hidden, cache = self._feed(cache)
         # Only a repetition penalty reads the prompt; without it, its length is no shape here.
         prompt = self._tokens if self._features.repetition else self._tokens[:, :0]
         state = self._call(
-            _jit_start, model.module, model.params, hidden, prompt, self._lengths,
+            jit_start, model.module, model.params, hidden, prompt, self._lengths,
             self._sampling, self._limits, features=self._features, size=self.size,
         )  # fmt: skip
-        self._state = dataclasses.replace(state, cache=cache)
+        self._state = self._with_cache(state, cache)
         jax.block_until_ready(state.last)
         self._first_token_at = time.perf_counter()
         self._compile_at_first = self.compile_seconds
         self._prompt_seconds = self._first_token_at - begun - self.compile_seconds
 
-    def advance(self, limit: int, stopped: np.ndarray | None = None) -> None:
-        """Starts decoding up to ``limit`` tokens a row; does not wait.
+    def advance(self, tokens: int | None = None, stopped: np.ndarray | None = None) -> None:
+        """Starts decoding; does not wait.
 
         Args:
-          limit: tokens a row in all.
+          tokens: how many more a row; by default until every row has ended.
           stopped: bool [B], rows to end.
         """
-        model = self._model
         if stopped is None:
             stopped = np.zeros(len(self._requests), np.bool_)
-        state, self._state = self._state, None
-        self._state = self._call(
-            _jit_decode, model.module, model.params, state, self._sampling, self._limits,
-            np.int32(limit), stopped, features=self._features,
+        if self._limit < self._longest:
+            # Where a pass gives a row more than it must, there is nothing left to do earlier.
+            self._limit = self.size if tokens is None else self._limit + self._least(tokens)
+            self._decode(tokens, stopped)
+
+    def window(self, tokens: int = 1) -> Window:
+        """What has come since the last window, still on the device, apart from the state.
+
+        Args:
+          tokens: what :meth:`advance` was last called with.
+        """
+        output, accepted = self._call(
+            jit_window, self._output, self._counts, self._shown, shown=False,
+            width=self._most(tokens),
         )  # fmt: skip
+        begin, self._shown = self._shown, output.count
+        return Window(output, begin, accepted)
 
-    def window(self, begin: int, count: int) -> Output:
-        """Entries ``begin`` to ``begin + count``, still on the device, apart from the state."""
-        assert self._state is not None, "prefill comes first"
-        output: Output = self._call(
-            _jit_window, self._state.output, np.int32(begin), shown=False, count=count
-        )
-        return output
+    def everything(self) -> Window:
+        """All entries, not copied: no :meth:`advance` may follow."""
+        return Window(self._output, np.zeros_like(self._lengths), self._counts)
 
-    def fetch(self, output: Output | None = None) -> Output:
-        """``output`` (default: everything so far) as numpy arrays.
+    def fetch(self, window: Window) -> Window:
+        """``window`` as numpy arrays.
 
         Raises:
           GenerationError: a row's logits were not finite.
         """
-        if output is None:
-            assert self._state is not None, "prefill comes first"
-            output = self._state.output
-        host: Output = jax.device_get(output)
+        output, begin, accepted = jax.device_get((window.output, window.begin, window.accepted))
+        host: Output = output
         if host.invalid.any():
             row = int(np.argmax(host.invalid))
             where = f" of row {row}" if len(self._requests) > 1 else ""
@@ -220,9 +168,9 @@ class Session:
                 "finite (NaN or infinite); the checkpoint is damaged, or its activations overflow "
                 "this dtype: try dtype=float32"
             )
-        return host
+        return Window(host, begin, accepted)
 
-    def stats(self, generated: int) -> GenerationStats:
+    def stats(self, generated: int, acceptance: AcceptanceStats | None = None) -> GenerationStats:
         """Rates as of now, with ``generated`` tokens so far in all rows together."""
         compiled = self.compile_seconds - self._compile_at_first
         seconds = time.perf_counter() - self._first_token_at - compiled
@@ -235,18 +183,55 @@ class Session:
             generation_tps=later / max(seconds, 1e-9) if later > 0 else 0.0,
             peak_memory=peak_memory_gb(),
             compile_seconds=self.compile_seconds,
+            acceptance=acceptance,
         )
+
+    @property
+    def _output(self) -> Output:
+        return self._state.output
+
+    @property
+    def _counts(self) -> Any:
+        return None
+
+    def _least(self, tokens: int) -> int:
+        """Tokens that a row which goes on is sure to get from advancing by ``tokens``."""
+        return tokens
+
+    def _most(self, tokens: int) -> int:
+        """Most tokens that a row can get from it."""
+        return tokens
+
+    def _init_cache(self) -> Any:
+        return self._call(
+            jit_init_cache, self._model.module, shown=False,
+            batch=len(self._requests), capacity=self._capacity,
+            dtype=jnp.dtype(self._model.dtype),
+        )  # fmt: skip
+
+    def _with_cache(self, state: LoopState, cache: Any) -> Any:
+        return dataclasses.replace(state, cache=cache)
+
+    def _prefill(self, tokens: np.ndarray, lengths: np.ndarray, cache: Any) -> tuple[Any, Any]:
+        model = self._model
+        return self._call(jit_prefill, model.module, model.params, tokens, lengths, cache)
+
+    def _decode(self, tokens: int | None, stopped: np.ndarray) -> None:
+        del tokens
+        model, state, self._state = self._model, self._state, None
+        self._state = self._call(
+            jit_decode, model.module, model.params, state, self._sampling, self._limits,
+            np.int32(self._limit), stopped, features=self._features,
+        )  # fmt: skip
 
     def _feed(self, cache: Any) -> tuple[Any, Any]:
         """The prompt in chunks; returns each row's last hidden state and the cache."""
-        model, width, hidden = self._model, self._tokens.shape[1], None
+        width, hidden = self._tokens.shape[1], None
         for begin in range(0, width, self._chunk):
             lengths = np.clip(self._lengths - begin, 0, self._chunk).astype(np.int32)
             piece = self._tokens[:, begin : begin + self._chunk]
-            last, cache = self._call(
-                _jit_prefill, model.module, model.params, piece, lengths, cache
-            )
-            hidden = last if hidden is None else _jit_latest(lengths, last, hidden)
+            last, cache = self._prefill(piece, lengths, cache)
+            hidden = last if hidden is None else jit_latest(lengths, last, hidden)
             if self._progress is not None:
                 jax.block_until_ready(hidden)
                 done = int(np.minimum(self._lengths, begin + self._chunk).sum())

@@ -35,7 +35,7 @@ class SpeculativeState:
     Attributes:
       target: as in plain decoding; ``last`` is the anchor.
       draft: the drafter's cache, which holds the same tokens as the target's.
-      accepted: entry i counts the steps of a row that kept i proposals.
+      accepted: entry i counts the steps that gave a row i + 1 tokens.
     """
 
     target: LoopState
@@ -104,7 +104,6 @@ def speculative_step(
     output, taken = record_block(before.output, verdict, limits)
     final = jnp.take_along_axis(verdict.tokens, jnp.maximum(taken - 1, 0)[:, None], axis=1)[:, 0]
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    kept = jnp.minimum(taken, verdict.accepted)
     target = LoopState(
         cache=out.cache.commit(before.cache.position, taken),
         last=jnp.where(taken > 0, final, before.last),
@@ -114,7 +113,9 @@ def speculative_step(
     return SpeculativeState(
         target=target,
         draft=drafter.observe(draft_params, state.draft, tokens, out.taps, taken),
-        accepted=state.accepted.at[rows, kept].add((taken > 0).astype(jnp.int32)),
+        accepted=state.accepted.at[rows, jnp.maximum(taken - 1, 0)].add(
+            (taken > 0).astype(jnp.int32)
+        ),
     )
 
 
@@ -198,7 +199,7 @@ def complete_with_draft(
       chunk: as in :func:`fp4jax.generation.loop.prefill`.
 
     Returns:
-      The output, and how many steps of each row kept how many proposals.
+      The output, and how many steps gave each row 1, 2, … block_size tokens.
     """
     batch = tokens.shape[0]
     caches = (

@@ -10,11 +10,21 @@ import numpy as np
 import pytest
 from generation_toy import ToyTokenizer, make_toy, reference_greedy
 
-from fp4jax.errors import GenerationError, SamplingError, UnsupportedError
-from fp4jax.generation import api, batch_generate, generate, generate_tokens, stream_generate
+from fp4jax.errors import ConfigError, GenerationError, SamplingError
+from fp4jax.generation import (
+    batch_generate,
+    driving,
+    generate,
+    generate_tokens,
+    stream_generate,
+)
+from fp4jax.generation.prompt_lookup import PromptLookup
+from fp4jax.generation.requests import make_requests
 from fp4jax.generation.sampling_params import SamplingParams
+from fp4jax.generation.session import Session
 
 PROMPT = "theprompt"
+DRAFT = PromptLookup(ngram=2, block_size=4)
 
 
 def collect(steps):
@@ -76,18 +86,18 @@ def test_stop_strings_across_tokens_are_the_same_everywhere(toy, tokenizer):
 def test_a_row_that_met_its_stop_string_is_ended_on_the_device(toy, tokenizer, monkeypatch):
     masks = []
 
-    class Watched(api.Session):
-        def advance(self, limit, stopped=None):
+    class Watched(driving.Session):
+        def advance(self, tokens=None, stopped=None):
             masks.append(stopped.tolist())
-            super().advance(limit, stopped)
+            super().advance(tokens, stopped)
 
     options = {"max_tokens": 20, "temp": 0.8, "logprobs": 3, "seed": 4}
     free = batch_generate(toy, tokenizer, list("wxyz"), **options)
     own = next(c for c in free.texts[2] if all(c not in free.texts[i] for i in (0, 1, 3)))
-    monkeypatch.setattr(api, "Session", Watched)
+    monkeypatch.setattr(driving, "Session", Watched)
     batch = batch_generate(toy, tokenizer, list("wxyz"), stop=own, **options)
     assert batch.finish_reasons == ("length", "length", "stop", "length")
-    met = len(batch.tokens[2]) <= api.STOP_CHECK_TOKENS
+    met = len(batch.tokens[2]) <= 1 + driving.STOP_CHECK_TOKENS
     assert masks == [[False] * 4, [False, False, met, False]] and met
 
 
@@ -185,11 +195,13 @@ def refused(tokenizer):
         (SamplingError, "temp=nan", (ok,), {"temp": float("nan")}),
         (SamplingError, "stop_token_ids names token 61", (ok,), {"stop_token_ids": [61]}),
         (SamplingError, "did you mean 'temp'", (ok,), {"temperature": 1}),
-        (UnsupportedError, "draft", (ok,), {"draft": object()}),
+        (ConfigError, "is no drafter", (ok,), {"draft": object()}),
+        (ConfigError, "num_draft_tokens=0", (ok,), {"draft": DRAFT, "num_draft_tokens": 0}),
+        (ConfigError, "whole number", (ok,), {"draft": DRAFT, "num_draft_tokens": 1.5}),
     ]
 
 
-@pytest.mark.parametrize("case", range(13))
+@pytest.mark.parametrize("case", range(15))
 def test_refused_before_any_device_work(toy, tokenizer, case):
     error, message, (prompt,), options = refused(tokenizer)[case]
     # An engine without module and parameters: whatever touches them fails differently.
@@ -269,15 +281,16 @@ def test_device_buffers_are_given_back(toy, tokenizer):
 
 
 def test_the_cache_is_donated(toy, tokenizer):
-    session = api.Session(
-        toy, api.make_requests(toy, tokenizer, [PROMPT], SamplingParams(max_tokens=20))
-    )
+    session = Session(toy, make_requests(toy, tokenizer, [PROMPT], SamplingParams(max_tokens=20)))
     session.prefill()
     old = session._state.cache.keys
-    window = session.window(0, 1)
+    window = session.window()
     session.advance(4)
     assert old.is_deleted()
-    assert session.fetch(window).tokens.shape == (1, 1)  # a copy, which donation leaves alone
+    assert session.fetch(window).output.tokens.shape == (
+        1,
+        1,
+    )  # a copy, which donation leaves alone
 
 
 def test_two_threads_at_once(toy, tokenizer):
