@@ -58,8 +58,8 @@ __all__ = [
     "load",
     "load_draft",
     "load_model",
-    "random_model",
     "pair_draft",
+    "random_model",
     "stream_generate",
 ]
 

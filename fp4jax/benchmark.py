@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp4jax.errors import GenerationError
-from fp4jax.generation import batch_generate
+from fp4jax.generation import AcceptanceStats, batch_generate
+from fp4jax.generation.drafts import as_draft
 from fp4jax.model import Model
 from fp4jax.progress import Progress
 from fp4jax.quantized import is_quantized
@@ -36,6 +37,8 @@ class BenchResult:
       peak_memory: GB (10^9 bytes); of the device where it keeps count, else of the process.
       step_bytes: bytes that a decode step has to read: weights, and the cache half-way.
       bandwidth: bytes a second that the device was seen to read in the same run, or None.
+      drafted_tps: generated tokens a second with the drafter, None without one.
+      acceptance: what the drafter came to in one call.
     """
 
     prompt_tokens: int
@@ -47,6 +50,18 @@ class BenchResult:
     peak_memory: float
     step_bytes: int
     bandwidth: float | None
+    drafted_tps: float | None = None
+    acceptance: AcceptanceStats | None = None
+
+    def derived(self) -> dict[str, float | None]:
+        """What follows from the measures: shares and, with a drafter, gains."""
+        found = {"floor_share": self.floor_share}
+        if self.acceptance is not None and self.drafted_tps is not None:
+            mean = self.acceptance.mean_accepted_length
+            found["mean_accepted_length"] = mean
+            found["steps_per_second"] = self.drafted_tps / mean / self.batch_size
+            found["speedup"] = self.drafted_tps / self.generation_tps
+        return found
 
     @property
     def floor_share(self) -> float | None:
@@ -63,6 +78,8 @@ def benchmark(
     generation_tokens: int = 128,
     batch_size: int = 1,
     trials: int = 3,
+    draft: Any = None,
+    num_draft_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> BenchResult:
     """Times prefill and decode on random tokens; compilation is not counted.
@@ -73,11 +90,14 @@ def benchmark(
       generation_tokens: tokens to generate for each, at least 2; end-of-sequence is ignored.
       batch_size: rows.
       trials: calls to take the median of.
+      draft, num_draft_tokens: as in :func:`fp4jax.generate`; timed beside decoding without.
       progress: told about "bench", in calls.
 
     Raises:
       GenerationError: sizes out of range, or more tokens than the model's context.
+      ConfigError: a draft that does not fit the model.
     """
+    drafts = (None,) if draft is None else (None, as_draft(draft, model, num_draft_tokens))
     for name, value, least in (
         ("prompt_tokens", prompt_tokens, 1),
         ("generation_tokens", generation_tokens, 2),
@@ -94,16 +114,16 @@ def benchmark(
     rng = np.random.default_rng(0)
     shape = (batch_size, prompt_tokens)
     prompts = rng.integers(0, model.config.vocab_size, shape).tolist()
-    runs = []
-    for i in range(trials + 1):
+    calls, runs = [each for each in drafts for _ in range(trials + 1)], []
+    for i, each in enumerate(calls):
         runs.append(
             batch_generate(
-                model, None, prompts, max_tokens=generation_tokens, ignore_eos=True
+                model, None, prompts, max_tokens=generation_tokens, ignore_eos=True, draft=each
             ).stats
         )
         if progress is not None:
-            progress("bench", i + 1, trials + 1)
-    timed = runs[1:]
+            progress("bench", i + 1, len(calls))
+    timed, drafted = runs[1 : trials + 1], runs[trials + 2 :]
     return BenchResult(
         prompt_tokens=prompt_tokens,
         generation_tokens=generation_tokens,
@@ -116,6 +136,8 @@ def benchmark(
             model, batch_size=batch_size, context=prompt_tokens + generation_tokens // 2
         ),
         bandwidth=read_bandwidth(),
+        drafted_tps=statistics.median(run.generation_tps for run in drafted) if drafted else None,
+        acceptance=drafted[-1].acceptance if drafted else None,
     )
 
 

@@ -142,6 +142,32 @@ def test_bench_prints_rates_and_the_floor(capsys, checkpoint):
     assert status == 0 and "generation (4 × 2)" in out and "bandwidth floor" in out
 
 
+def test_prompt_lookup_changes_no_text(capsys, checkpoint, engine, monkeypatch):
+    draft = ("--draft-model", "prompt-lookup")
+    arguments = ("generate", "--model", checkpoint, "--prompt", "Hi", "--max-tokens", 24)
+    status, out, err = run(capsys, *arguments, *draft)
+    messages = [{"role": "user", "content": "Hi"}]
+    wanted = fp4jax.generate(*engine, messages, max_tokens=24)
+    assert (status, out) == (0, wanted + "\n") and "tokens/step" in err
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
+    chat = ("chat", "--model", checkpoint, "-m", 24, *draft, "--num-draft-tokens", 3)
+    status, out, err = run(capsys, *chat)
+    assert (status, out) == (0, wanted + "\n") and "tokens/step" in err
+
+
+def test_bench_compares_decoding_with_a_drafter_and_without(capsys, checkpoint):
+    arguments = ("bench", "--model", checkpoint, "-p", 8, "-g", 4, "-n", 1)
+    arguments += ("--draft-model", "prompt-lookup", "--num-draft-tokens", 2)
+    status, out, _ = run(capsys, *arguments, "--json")
+    found = json.loads(out)
+    assert status == 0
+    histogram = found["acceptance"]["histogram"]
+    assert len(histogram) == 3 and sum((i + 1) * n for i, n in enumerate(histogram)) == 3
+    assert found["speedup"] == found["drafted_tps"] / found["generation_tps"]
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0 and "generation with the drafter" in out and "tokens/step" in out
+
+
 def test_perplexity_of_a_file(capsys, checkpoint, engine, tmp_path):
     from fp4jax.evaluation import perplexity
 
@@ -174,8 +200,9 @@ def test_quantize_writes_a_checkpoint_that_loads(capsys, tmp_path, oracles):
         (("generate", "--top-p", "2"), 1, "top_p"),
         (("generate", "--logit-bias", "{"), 1, "--logit-bias"),
         (("generate", "--logit-bias", "[1]"), 1, "--logit-bias"),
-        (("generate", "--draft-model", "d"), 1, "speculative decoding"),
-        (("chat", "--draft-model", "d"), 1, "speculative decoding"),
+        (("generate", "--draft-model", "no/such/draft"), 1, "no/such/draft"),
+        (("chat", "--draft-model", "no/such/draft"), 1, "no/such/draft"),
+        (("bench", "--num-draft-tokens", "4"), 2, "--draft-model"),
         (("generate", "--nonsense"), 2, "--nonsense"),
         (("generate", "--max-tokens", "many"), 2, "--max-tokens"),
         (("perplexity", "no_such_file.txt"), 2, "no_such_file.txt"),

@@ -31,16 +31,20 @@ def run_bench(
     ] = 128,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", help="Rows at once.")] = 1,
     num_trials: Annotated[int, typer.Option("--num-trials", "-n", help="Timed calls.")] = 3,
+    draft_model: options.DraftModel = None,
+    num_draft_tokens: options.NumDraftTokens = None,
     dtype: options.Dtype = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Time prefill and decode on random tokens, compilation left out."""
+    """Time prefill and decode on random tokens, compilation left out; with a drafter, both ways."""
     from rich.console import Console
     from rich.table import Table
 
     from fp4jax.benchmark import benchmark
+    from fp4jax.cli.generate import acceptance_text
 
+    draft = options.open_draft(draft_model, num_draft_tokens, dtype, quiet)
     if random_weights is None:
         engine, _ = options.open_model(model, dtype, quiet)
     elif model is not None:
@@ -54,10 +58,12 @@ def run_bench(
             generation_tokens=generation_tokens,
             batch_size=batch_size,
             trials=num_trials,
+            draft=draft,
+            num_draft_tokens=num_draft_tokens,
             progress=report,
         )
     if as_json:
-        print(json.dumps({**dataclasses.asdict(found), "floor_share": found.floor_share}, indent=2))
+        print(json.dumps({**dataclasses.asdict(found), **found.derived()}, indent=2))
         return
     table = Table(title=f"{engine!r}, median of {found.trials}")
     table.add_column("measure")
@@ -78,6 +84,12 @@ def run_bench(
         rows += [
             ("memory bandwidth, measured", f"{found.bandwidth / 1e9:.1f} GB/s"),
             ("share of the bandwidth floor", f"{100 * found.floor_share:.1f} %"),
+        ]
+    if found.acceptance is not None:
+        rows += [
+            ("generation with the drafter", f"{found.drafted_tps:.1f} tokens/s"),
+            ("against without", f"{found.derived()['speedup']:.2f} ×"),
+            ("tokens a step", acceptance_text(found.acceptance)),
         ]
     for row in rows:
         table.add_row(*row)

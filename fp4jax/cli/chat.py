@@ -26,6 +26,7 @@ def run_chat(
     stop: options.Stop = None,
     seed: options.Seed = None,
     draft_model: options.DraftModel = None,
+    num_draft_tokens: options.NumDraftTokens = None,
     dtype: options.Dtype = None,
     quiet: options.Quiet = False,
 ) -> None:
@@ -43,7 +44,8 @@ def run_chat(
         stop=stop,
         seed=seed,
     )
-    options.refuse_draft(draft_model)
+    draft = options.open_draft(draft_model, num_draft_tokens, dtype, quiet)
+    drafting = {"draft": draft, "num_draft_tokens": num_draft_tokens}
     engine, tokenizer = options.open_model(model, dtype, quiet)
     if not tokenizer.has_chat_template:
         raise TokenizerError(
@@ -68,7 +70,7 @@ def run_chat(
             continue
         turn = [*messages, {"role": "user", "content": line}]
         try:
-            answer = _answer(engine, tokenizer, turn, sampling, quiet)
+            answer = _answer(engine, tokenizer, turn, sampling, quiet, drafting)
         except GenerationError as error:  # most often: the conversation has filled the context
             print(f"{error} (/reset starts over)", file=sys.stderr)
             continue
@@ -84,11 +86,11 @@ def _ask() -> str | None:
         return None
 
 
-def _answer(engine, tokenizer, messages, sampling, quiet: bool) -> str:
+def _answer(engine, tokenizer, messages, sampling, quiet: bool, drafting: dict) -> str:
     """Streams an answer; Ctrl-C ends it and keeps what was said."""
     said, last = [], None
     try:
-        for last in stream(engine, tokenizer, messages, sampling=sampling, quiet=quiet):
+        for last in stream(engine, tokenizer, messages, sampling=sampling, quiet=quiet, **drafting):
             print(last.text, end="", flush=True)
             said.append(last.text)
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from fp4jax.cli import options
 from fp4jax.cli.options import shown
 
 if TYPE_CHECKING:
-    from fp4jax.generation import GenerationStep
+    from fp4jax.generation import AcceptanceStats, GenerationStep
 
 DEFAULT_PROMPT = "What is the capital of France?"
 
@@ -39,6 +39,7 @@ def run_generate(
     stop: options.Stop = None,
     seed: options.Seed = None,
     draft_model: options.DraftModel = None,
+    num_draft_tokens: options.NumDraftTokens = None,
     dtype: options.Dtype = None,
     quiet: options.Quiet = False,
 ) -> None:
@@ -56,7 +57,7 @@ def run_generate(
         stop=stop,
         seed=seed,
     )
-    options.refuse_draft(draft_model)
+    draft = options.open_draft(draft_model, num_draft_tokens, dtype, quiet)
     text = sys.stdin.read() if prompt == "-" else prompt
     engine, tokenizer = options.open_model(model, dtype, quiet)
     request: Any = text
@@ -67,7 +68,8 @@ def run_generate(
     elif system_prompt is not None:
         request = f"{system_prompt}\n\n{text}"
     last = None
-    for last in stream(engine, tokenizer, request, sampling=sampling, quiet=quiet):
+    drafting = {"draft": draft, "num_draft_tokens": num_draft_tokens}
+    for last in stream(engine, tokenizer, request, sampling=sampling, quiet=quiet, **drafting):
         print(last.text, end="", flush=True)
     print()
     if last is not None and not quiet:
@@ -75,13 +77,15 @@ def run_generate(
 
 
 def stream(
-    engine: Any, tokenizer: Any, request: Any, *, sampling: Any, quiet: bool
+    engine: Any, tokenizer: Any, request: Any, *, sampling: Any, quiet: bool, **drafting: Any
 ) -> Iterator[GenerationStep]:
     """Steps of an answer; a progress bar on the error stream until the first one is there."""
     from fp4jax.generation import stream_generate
 
     with shown(quiet) as report:
-        steps = stream_generate(engine, tokenizer, request, sampling=sampling, progress=report)
+        steps = stream_generate(
+            engine, tokenizer, request, sampling=sampling, progress=report, **drafting
+        )
         first = next(steps)  # everything is compiled by then
     yield first
     yield from steps
@@ -89,8 +93,20 @@ def stream(
 
 def summary(step: GenerationStep) -> str:
     """The closing statistics."""
+    drafted = ""
+    if step.acceptance is not None:
+        drafted = f"Draft: {acceptance_text(step.acceptance)}\n"
     return (
         f"Prompt: {step.prompt_tokens} tokens, {step.prompt_tps:.1f} tokens/s\n"
         f"Generation: {step.generation_tokens} tokens, {step.generation_tps:.1f} tokens/s\n"
-        f"Peak memory: {step.peak_memory:.3f} GB"
+        f"{drafted}Peak memory: {step.peak_memory:.3f} GB"
+    )
+
+
+def acceptance_text(acceptance: AcceptanceStats) -> str:
+    """Mean and distribution of the tokens that a step gave."""
+    shares = (f"{i + 1}: {n}" for i, n in enumerate(acceptance.histogram) if n)
+    return (
+        f"{acceptance.mean_accepted_length:.2f} tokens/step in {acceptance.steps} steps "
+        f"({', '.join(shares)})"
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fp4jax.cache_folder import cache_folder
-from fp4jax.errors import SamplingError, UnsupportedError
+from fp4jax.errors import SamplingError
 from fp4jax.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
@@ -67,9 +67,23 @@ SystemPrompt = Annotated[
     str | None, typer.Option("--system-prompt", help="First message of the conversation.")
 ]
 DraftModel = Annotated[
-    Path | None,
-    typer.Option("--draft-model", help="Reserved for speculative decoding; refused for now."),
+    str | None,
+    typer.Option(
+        "--draft-model",
+        metavar="DIR",
+        help="Speculative decoding: folder of a draft model made for this model, or prompt-lookup, "
+        "which needs none.",
+    ),
 ]
+NumDraftTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--num-draft-tokens",
+        help="Tokens drafted a step. Default: the draft model's own number.",
+        show_default=False,
+    ),
+]
+PROMPT_LOOKUP = "prompt-lookup"
 
 
 def sampling_params(
@@ -159,13 +173,22 @@ def read_text(path: Path) -> str:
         raise typer.BadParameter(f"{path}: {error}") from None
 
 
-def refuse_draft(draft_model: Path | None) -> None:
-    """Refuses ``--draft-model`` before anything is loaded.
+def open_draft(
+    draft_model: str | None, num_draft_tokens: int | None, dtype: str | None, quiet: bool
+) -> Any:
+    """What ``--draft-model`` names, for ``draft=``; None where it is not given.
 
     Raises:
-      UnsupportedError: where one is given.
+      typer.BadParameter: a number of draft tokens and nothing to draft them.
     """
-    if draft_model is not None:
-        raise UnsupportedError(
-            f"--draft-model {draft_model}: speculative decoding is not supported yet; leave it out"
-        )
+    if draft_model is None:
+        if num_draft_tokens is not None:
+            raise typer.BadParameter("--num-draft-tokens needs --draft-model")
+        return None
+    from fp4jax.generation import PromptLookup
+    from fp4jax.loading import load_draft
+
+    if draft_model == PROMPT_LOOKUP:
+        return PromptLookup()
+    with shown(quiet) as report:
+        return load_draft(draft_model, dtype=dtype, progress=report or False)

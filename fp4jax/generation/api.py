@@ -41,7 +41,7 @@ def generate(
       prompt: text (encoded as it is), token ids, or chat messages (through the chat template).
       sampling: a :class:`SamplingParams`; default greedy, 256 tokens.
       draft: proposes tokens, which the model then verifies several at a time: a draft model from
-        ``fp4jax.load_model``, :class:`~fp4jax.generation.prompt_lookup.PromptLookup`, or a
+        ``fp4jax.load_draft``, :class:`~fp4jax.generation.prompt_lookup.PromptLookup`, or a
         :class:`~fp4jax.generation.drafts.Draft`. Greedy tokens stay those of the model alone, up to
         ties within rounding; sampled ones keep its distribution.
       num_draft_tokens: proposals a step; the drafter's own number by default.
