@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 
 import ml_dtypes
 import numpy as np
@@ -81,5 +82,5 @@ DELTA = Kind(
         *ATTENTION,
     ),
 )
-KINDS = {"experts": EXPERTS, "tied": TIED, "delta": DELTA}
+KINDS = MappingProxyType({"experts": EXPERTS, "tied": TIED, "delta": DELTA})
 """Plain and fused linears, experts, heads free and tied; recurrent layers and FP8 linears."""

@@ -102,12 +102,13 @@ def test_an_address_keyed_cache_serves_the_dead_engines_weight():
 @pytest.fixture(scope="module")
 def make_engines(tmp_path_factory, oracles):
     """By kind: two checkpoints of the same shapes, what each gives in a process of its own."""
-    made: dict[str, tuple[list[Path], list[dict]]] = {}
+    root = tmp_path_factory.mktemp("engines")
 
     def make(kind: str) -> tuple[list[Path], list[dict]]:
-        if kind not in made:
-            root = tmp_path_factory.mktemp(kind)
-            paths = [make_checkpoint(root / f"{i}", oracles, KINDS[kind], i) for i in range(2)]
+        paths = [root / kind / f"{i}" for i in range(2)]
+        if not (root / kind).exists():
+            for i, path in enumerate(paths):
+                make_checkpoint(path, oracles, KINDS[kind], i)
             script = str(HERE / "engine_outputs.py")
             children = [
                 subprocess.Popen(
@@ -116,8 +117,7 @@ def make_engines(tmp_path_factory, oracles):
                 for path in paths
             ]
             assert [child.wait(timeout=300) for child in children] == [0, 0]
-            made[kind] = paths, [dict(np.load(path / "alone.npz")) for path in paths]
-        return made[kind]
+        return paths, [dict(np.load(path / "alone.npz")) for path in paths]
 
     return make
 

@@ -23,7 +23,7 @@ from fp4jax.checkpoints.writer import DECAYS, DEFAULT_EXCLUDE, ROUTERS
 from fp4jax.fp8 import E4M3
 from fp4jax.nvfp4 import BLOCK_SIZE
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
+UNQUANTIZED = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
 POOL = 1 << 20
 """Values drawn for a tensor; a larger one repeats them."""
@@ -135,13 +135,13 @@ def _leaves(
 ) -> Mapping[str, tuple[np.dtype, tuple[int, ...]]]:
     """Names, dtypes and shapes of the tensors of one matrix, vector or parameter."""
     if key.kind == "vector":
-        return {f"{source}.weight": (BF16, key.rows)}
+        return {f"{source}.weight": (UNQUANTIZED, key.rows)}
     if key.kind == "parameter":
         return {source: (F32, key.rows)}
     k, weight = key.k, f"{source}.weight"
-    bias = {f"{source}.bias": (BF16, (n,))} if key.bias else {}
+    bias = {f"{source}.bias": (UNQUANTIZED, (n,))} if key.bias else {}
     if algorithm is None:
-        return {weight: (BF16, (n, k)), **bias}
+        return {weight: (UNQUANTIZED, (n, k)), **bias}
     if "FP8" in algorithm:
         return {weight: (E4M3, (n, k)), f"{source}.{FP8_SCALE}": (F32, ()), **bias}
     return {

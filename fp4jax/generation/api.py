@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fp4jax.generation.drafts import as_draft
-from fp4jax.generation.driving import open_session, run, stream
+from fp4jax.generation.driving import open_session, run_session, stream_session
 from fp4jax.generation.requests import LanguageModel, Prompt, TextTokenizer, make_requests
 from fp4jax.generation.results import BatchResult, GenerationStep, TokenResult
 from fp4jax.generation.sampling_params import SamplingParams
@@ -64,7 +64,7 @@ def generate(
     requests = make_requests(model, tokenizer, [prompt], params)
     bound = None if draft is None else as_draft(draft, model, num_draft_tokens)
     session = open_session(model, requests, bound, prefill_chunk, progress)
-    return run(session, requests, tokenizer).texts[0]
+    return run_session(session, requests, tokenizer).texts[0]
 
 
 def batch_generate(
@@ -100,7 +100,7 @@ def batch_generate(
     requests = make_requests(model, tokenizer, prompts, rows)
     bound = None if draft is None else as_draft(draft, model, num_draft_tokens)
     session = open_session(model, requests, bound, prefill_chunk, progress)
-    return run(session, requests, tokenizer)
+    return run_session(session, requests, tokenizer)
 
 
 def generate_tokens(
@@ -122,7 +122,7 @@ def generate_tokens(
     requests = make_requests(model, None, [prompt_ids], params)
     bound = None if draft is None else as_draft(draft, model, num_draft_tokens)
     session = open_session(model, requests, bound, prefill_chunk, progress)
-    result = run(session, requests, None)
+    result = run_session(session, requests, None)
     return TokenResult(
         tokens=result.tokens[0],
         finish_reason=result.finish_reasons[0],
@@ -154,4 +154,4 @@ def stream_generate(
     (request,) = make_requests(model, tokenizer, [prompt], params)
     bound = None if draft is None else as_draft(draft, model, num_draft_tokens)
     session = open_session(model, [request], bound, prefill_chunk, progress)
-    return stream(session, request, tokenizer)
+    return stream_session(session, request, tokenizer)

@@ -98,7 +98,9 @@ def _draft_prefill(
     module, params, drafter, draft_params, tokens, lengths, caches, *, probe: TraceProbe
 ):
     probe.note()
-    return speculation.prefill_chunk(module, params, drafter, draft_params, tokens, lengths, caches)
+    return speculation.observed_prefill_chunk(
+        module, params, drafter, draft_params, tokens, lengths, caches
+    )
 
 
 def _speculate(

@@ -116,7 +116,7 @@ def _observe(module, params, drafter, draft_params, tokens, lengths, *, dtype) -
         module.init_cache(batch, capacity, dtype),
         drafter.init_cache(batch, capacity, dtype),
     )
-    _, (_, draft) = speculation.prefill_chunk(
+    _, (_, draft) = speculation.observed_prefill_chunk(
         module, params, drafter, draft_params, tokens, lengths, caches
     )
     return draft

@@ -33,7 +33,7 @@ def open_session(
     )
 
 
-def stream(
+def stream_session(
     session: Session, request: Request, tokenizer: TextTokenizer
 ) -> Iterator[GenerationStep]:
     """One step a token of a session with one row."""
@@ -67,7 +67,7 @@ def stream(
                 return
 
 
-def run(
+def run_session(
     session: Session, requests: Sequence[Request], tokenizer: TextTokenizer | None
 ) -> BatchResult:
     """All rows to their ends: one call to the device, or several where stop strings end rows."""

@@ -49,7 +49,7 @@ class SpeculativeState:
         return cls(target, draft, jnp.zeros((batch, block_size), jnp.int32))
 
 
-def prefill_chunk(
+def observed_prefill_chunk(
     module: nn.Module,
     params: Any,
     drafter: Drafter,
@@ -208,7 +208,7 @@ def complete_with_draft(
     )
 
     def feed(module: nn.Module, params: Any, *piece: Any) -> tuple[Array, Any]:
-        return prefill_chunk(module, params, drafter, draft_params, *piece)
+        return observed_prefill_chunk(module, params, drafter, draft_params, *piece)
 
     logits, (cache, draft) = loop.prefill(
         module, params, tokens, lengths, caches, chunk=chunk, feed=feed

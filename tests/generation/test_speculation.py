@@ -21,7 +21,7 @@ from fp4jax.generation.sampling_params import SamplingParams
 from fp4jax.generation.speculative_session import SpeculativeSession
 
 VOCAB, COUNT = 61, 30
-PROMPTS = ([5, 9, 20], [1, 2, 3, 4, 5, 6, 7, 8, 9], [40], [17, 17, 30, 2, 60, 11])
+PROMPTS = ((5, 9, 20), (1, 2, 3, 4, 5, 6, 7, 8, 9), (40,), (17, 17, 30, 2, 60, 11))
 WRONG = np.zeros((4, COUNT), bool)
 WRONG[1] = True
 WRONG[2:] = np.random.default_rng(0).random((2, COUNT)) < 0.4

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from fp4jax.ops.mamba2.xla import mamba2_chunked, mamba2_step
 
-CHUNK = 64
+SSD_CHUNK = 64
 """Tokens of a prompt that are worked on as one block of matmuls."""
 
 
@@ -26,7 +26,7 @@ def mamba2(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     state: Float32[Array, "batch heads dim n"] | None = None,
     lengths: Int[Array, " batch"] | None = None,
-    chunk: int = CHUNK,
+    chunk: int = SSD_CHUNK,
 ) -> tuple[Float[Array, "batch time heads dim"], Float32[Array, "batch heads dim n"]]:
     """Mamba2's selective state space (arXiv 2405.21060), from an explicit state to the next one.
 
