@@ -205,7 +205,7 @@ class Mamba2(nn.Module):
         a = -jnp.exp(a_log.astype(jnp.float32))
         dt_bias = self.param("dt_bias", nn.initializers.zeros, (s.heads,))
         out, state = mamba2(
-            value,
+            value.astype(jnp.float32),  # or the result would be rounded before its norm
             dt,
             a,
             write,

@@ -18,13 +18,14 @@ from safetensors.numpy import load_file
 
 import fp4jax
 from fp4jax.layers.cache import KVCache
+from fp4jax.layers.linear import Linear
 from fp4jax.layers.mamba2 import Mamba2Cache
-from fp4jax.models.nemotron_h import ATTENTION, MAMBA
+from fp4jax.layers.routing import route_by_sigmoid
+from fp4jax.models.nemotron_h import ATTENTION, MAMBA, MOE
 
 TESTS = Path(__file__).parents[1]
 SMALL = TESTS / "data" / "nemotron_h"
 REFERENCES = ("latent-grouped", "limits-mlp", "tied-one-head-a-group")
-ORACLES = ("nemotronh-mixed", "nemotronh-super")
 PARITY = 1e-5
 """Of the largest logit, against transformers in f32, however the tokens are fed; 2.1e-6 is
 reached."""
@@ -190,3 +191,56 @@ def test_only_mamba_and_attention_have_a_cache():
     assert [type(layer) for layer in cache.layers] == expected
     mamba = cache.layers[1]
     assert (mamba.state.dtype, mamba.conv.dtype) == (jnp.float32, jnp.bfloat16)
+
+
+# --- bf16 ---------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames="module")
+def routed(module, params, tokens):
+    """Logits, and the experts that each layer chose for each token, sorted."""
+    out, state = module.apply(
+        {"params": params},
+        tokens,
+        capture_intermediates=lambda m, _: isinstance(m, Linear) and m.name == "gate",
+        mutable=["intermediates"],
+    )
+    experts, chosen = module.config.experts, []
+    top = experts.num_experts_per_tok
+    for i, kind in enumerate(module.config.layer_types):
+        if kind == MOE:
+            (gate,) = jax.tree.leaves(state["intermediates"][f"layers_{i}"])
+            bias = params[f"layers_{i}"]["mixer"]["choice_bias"]
+            found, _ = route_by_sigmoid(gate, bias, experts.routing, top, True)
+            chosen.append(jnp.sort(found.reshape(*tokens.shape, top), axis=-1))
+    return module.apply({"params": params}, out.hidden, method="logits"), jnp.stack(chosen)
+
+
+def frobenius(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"), [("nemotronh-mixed", 0.0142), ("nemotronh-super", 0.0133)]
+)
+def test_bf16_is_as_accurate_as_transformers(name, theirs):
+    """``theirs``: error of the median position of transformers 5.25 in bf16.
+
+    Ours are 0.0104 and 0.0090. Random routers put some tokens between two experts: bf16 sends 0
+    and 2 of the 48 tokens elsewhere than f32 does, which then get another function's value, as do
+    the tokens after them (0.123 over all tokens of the second, where transformers has 0.111). So
+    the others are held to what dense models reach.
+    """
+    model, oracle = load(name, "bfloat16")
+    exact, _ = load(name)
+    ids, expected = oracle["input_ids"], oracle["logits"]
+    logits, chosen = routed(model.module, model.params, ids)
+    _, chosen_f32 = routed(exact.module, exact.params, ids)
+    logits, same = np.asarray(logits), np.asarray(chosen == chosen_f32).all(axis=(0, -1))
+    clean = np.logical_and.accumulate(same, axis=1)
+    assert (~same).sum() <= 4
+    assert clean.mean() > 0.5
+    assert frobenius(logits[clean], expected[clean]) < 0.025
+    assert frobenius(logits, expected) < 0.15
+    error = np.linalg.norm(logits - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+    assert np.median(error) < theirs
