@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fp4jax.generation import (
+        PromptCache,
         PromptLookup,
         SamplingParams,
         batch_generate,
         generate,
         generate_tokens,
+        load_prompt_cache,
+        make_prompt_cache,
         pair_draft,
+        save_prompt_cache,
         stream_generate,
     )
     from fp4jax.loading import load, load_draft, load_model
@@ -33,12 +37,16 @@ _HOMES = (
     (
         "fp4jax.generation",
         (
+            "PromptCache",
             "PromptLookup",
             "SamplingParams",
             "batch_generate",
             "generate",
             "generate_tokens",
+            "load_prompt_cache",
+            "make_prompt_cache",
             "pair_draft",
+            "save_prompt_cache",
             "stream_generate",
         ),
     ),
@@ -48,6 +56,7 @@ _HOMES = (
 
 __all__ = [
     "Model",
+    "PromptCache",
     "PromptLookup",
     "SamplingParams",
     "Tokenizer",
@@ -58,8 +67,11 @@ __all__ = [
     "load",
     "load_draft",
     "load_model",
+    "load_prompt_cache",
+    "make_prompt_cache",
     "pair_draft",
     "random_model",
+    "save_prompt_cache",
     "stream_generate",
 ]
 

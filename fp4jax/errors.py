@@ -43,6 +43,10 @@ class EngineMismatchError(Fp4JaxError):
     """Something that depends on one engine's weights was offered to another engine."""
 
 
+class PromptCacheError(Fp4JaxError, ValueError):
+    """A saved prompt cache is missing or damaged, or was made for a model of another layout."""
+
+
 class EngineStateError(Fp4JaxError):
     """Engine state was found where it must not be, such as weights captured by a function."""
 

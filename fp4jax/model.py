@@ -116,15 +116,19 @@ def engine_id(params: Any) -> str:
     Quantized weights contribute the fingerprint that they carry, other arrays a checksum taken
     here. Whatever outlives a call and depends on weights carries this id.
     """
-    digest = hashlib.sha256()
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
-    for path, node in leaves:
-        facts: tuple[Any, ...]
+    facts, values = [], []
+    for _, node in leaves:
         if is_quantized(node):
-            facts, value = node.static_facts, node.fingerprint
+            facts.append(node.static_facts)
+            values.append(node.fingerprint)
         else:
-            facts, value = (node.dtype.name, node.shape), _checksum(node)
-        digest.update(f"{jax.tree_util.keystr(path)} {facts}".encode())
+            facts.append((node.dtype.name, node.shape))
+            values.append(_checksum(node))
+    digest = hashlib.sha256()
+    # Fetched at once: every array waited for on its own would cost a round trip.
+    for (path, _), fact, value in zip(leaves, facts, jax.device_get(values), strict=True):
+        digest.update(f"{jax.tree_util.keystr(path)} {fact}".encode())
         digest.update(np.asarray(value).tobytes())
     return digest.hexdigest()[:32]
 

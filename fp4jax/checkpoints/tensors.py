@@ -90,7 +90,7 @@ class TensorFiles:
             return cls(root, _read_sharded(root, index))
         single = root / SINGLE_NAME
         if single.exists():
-            return cls(root, _read_header(single))
+            return cls(root, read_header(single)[0])
         found = sorted(p.name for p in root.iterdir())
         hint = (
             "it has .bin weights; convert them to safetensors first"
@@ -159,7 +159,7 @@ def _read_sharded(root: Path, index: Path) -> dict[str, TensorInfo]:
             )
     infos: dict[str, TensorInfo] = {}
     for path in paths:
-        for name, info in _read_header(path).items():
+        for name, info in read_header(path)[0].items():
             if weight_map.get(name) != path.name:
                 where = weight_map.get(name, "no file at all")
                 raise CheckpointError(
@@ -175,27 +175,35 @@ def _read_sharded(root: Path, index: Path) -> dict[str, TensorInfo]:
     return infos
 
 
-def _read_header(path: Path) -> dict[str, TensorInfo]:
+def read_header(
+    path: Path, remedy: str = "download it again"
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """What one safetensors file holds, and its metadata; reads no data.
+
+    Args:
+      path: an existing file.
+      remedy: what messages say is to be done about a damaged one.
+
+    Raises:
+      CheckpointError: truncated, damaged, or not a safetensors file.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
         if not 0 < length <= size - 8:
-            raise CheckpointError(f"{path}: truncated or not a safetensors file; download it again")
+            raise CheckpointError(f"{path}: truncated or not a safetensors file; {remedy}")
         try:
             header = json.loads(file.read(length), object_pairs_hook=_unique)
         except ValueError as error:
             raise CheckpointError(
-                f"{path}: damaged safetensors header ({error}); download it again"
+                f"{path}: damaged safetensors header ({error}); {remedy}"
             ) from error
     if not isinstance(header, dict):
-        raise CheckpointError(
-            f"{path}: damaged safetensors header (not an object); download it again"
-        )
+        raise CheckpointError(f"{path}: damaged safetensors header (not an object); {remedy}")
+    metadata = header.pop("__metadata__", None) or {}
     infos = {}
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         try:
             dtype, shape = DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
             begin, end = (int(n) for n in entry["data_offsets"])
@@ -204,12 +212,12 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         info = TensorInfo(name, path, dtype, shape, 8 + length + begin)
         if end - begin != info.nbytes or begin < 0 or min(shape, default=0) < 0:
             raise CheckpointError(
-                f"{path}: {name}: {end - begin} bytes stored for {info}; download it again"
+                f"{path}: {name}: {end - begin} bytes stored for {info}; {remedy}"
             )
         if 8 + length + end > size:
             raise CheckpointError(
                 f"{path}: truncated: {name} ends at byte {8 + length + end}, the file at {size}; "
-                "download it again"
+                f"{remedy}"
             )
         infos[name] = info
-    return infos
+    return infos, dict(metadata) if isinstance(metadata, dict) else {}

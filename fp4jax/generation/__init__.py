@@ -5,9 +5,15 @@ decoding with a drafter; :mod:`fp4jax.generation.api` the calls that drive them 
 """
 
 from fp4jax.generation.api import batch_generate, generate, generate_tokens, stream_generate
+from fp4jax.generation.cached_prompt import PromptCache
 from fp4jax.generation.drafting import Drafter, Draw, Proposal
 from fp4jax.generation.drafts import Draft, pair_draft
 from fp4jax.generation.loop import complete, decode_step, prefill, run_loop
+from fp4jax.generation.prompt_cache import (
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 from fp4jax.generation.prompt_lookup import PromptLookup
 from fp4jax.generation.results import (
     AcceptanceStats,
@@ -31,6 +37,7 @@ __all__ = [
     "GenerationStep",
     "Limits",
     "Output",
+    "PromptCache",
     "PromptLookup",
     "Proposal",
     "SamplingArrays",
@@ -43,11 +50,14 @@ __all__ = [
     "decode_step",
     "generate",
     "generate_tokens",
+    "load_prompt_cache",
+    "make_prompt_cache",
     "pair_draft",
     "prefill",
     "run_loop",
     "run_speculation",
     "sample",
+    "save_prompt_cache",
     "speculative_step",
     "stream_generate",
 ]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fp4jax.generation.drafts import as_draft
-from fp4jax.generation.driving import open_session, run_session, stream_session
+from fp4jax.generation.cached_prompt import PromptCache
+from fp4jax.generation.driving import open_checked, run_session, stream_session
 from fp4jax.generation.requests import LanguageModel, Prompt, TextTokenizer, make_requests
 from fp4jax.generation.results import BatchResult, GenerationStep, TokenResult
 from fp4jax.generation.sampling_params import SamplingParams
@@ -26,6 +26,7 @@ def generate(
     sampling: SamplingParams | None = None,
     draft: Any = None,
     num_draft_tokens: int | None = None,
+    prompt_cache: PromptCache | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     progress: Progress | None = None,
     **options: Any,
@@ -45,6 +46,8 @@ def generate(
         :class:`~fp4jax.generation.drafts.Draft`. Greedy tokens stay those of the model alone, up to
         ties within rounding; sampled ones keep its distribution.
       num_draft_tokens: proposals a step; the drafter's own number by default.
+      prompt_cache: what the model has made of the prompt's first tokens already
+        (:func:`~fp4jax.generation.prompt_cache.make_prompt_cache`); the prompt is given whole.
       prefill_chunk: prompt tokens fed at once; bounds activation memory.
       progress: called as ``progress(stage, done, total)``: "compile" in compiled functions, only
         where one has to be compiled, and "prefill" in prompt tokens.
@@ -55,15 +58,18 @@ def generate(
 
     Raises:
       GenerationError: an empty prompt, one that leaves no room in the context, an id outside the
-        vocabulary, or logits that are not finite.
+        vocabulary, one that does not begin with the tokens of ``prompt_cache``, or logits that are
+        not finite.
       SamplingError: bad sampling values.
-      ConfigError: a draft that does not fit the model.
-      EngineMismatchError: a draft that was paired with another engine.
+      ConfigError: a draft that does not fit the model, or is not in ``prompt_cache``.
+      PromptCacheError: a prompt cache of a model of another layout.
+      EngineMismatchError: a draft that was paired with another engine, or its prompt cache.
     """
     params = SamplingParams.of(sampling, **options)
     requests = make_requests(model, tokenizer, [prompt], params)
-    bound = None if draft is None else as_draft(draft, model, num_draft_tokens)
-    session = open_session(model, requests, bound, prefill_chunk, progress)
+    session = open_checked(
+        model, requests, draft, num_draft_tokens, prompt_cache, prefill_chunk, progress
+    )
     return run_session(session, requests, tokenizer).texts[0]
 
 
@@ -75,6 +81,7 @@ def batch_generate(
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     draft: Any = None,
     num_draft_tokens: int | None = None,
+    prompt_cache: PromptCache | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     progress: Progress | None = None,
     **options: Any,
@@ -87,10 +94,11 @@ def batch_generate(
       prompts: a list of what :func:`generate` takes.
       sampling: one for all rows, where row i draws with seed + i; or one a row, each with its own
         seed (and no ``options``).
+      prompt_cache: of a beginning that all prompts share.
       draft, num_draft_tokens, prefill_chunk, progress, **options: as in :func:`generate`.
 
     Raises:
-      GenerationError, SamplingError, ConfigError, EngineMismatchError: as in :func:`generate`.
+      Fp4JaxError: as in :func:`generate`.
     """
     rows: SamplingParams | list[SamplingParams]
     if sampling is None or isinstance(sampling, SamplingParams):
@@ -98,8 +106,9 @@ def batch_generate(
     else:
         rows = [SamplingParams.of(row, **options) for row in sampling]
     requests = make_requests(model, tokenizer, prompts, rows)
-    bound = None if draft is None else as_draft(draft, model, num_draft_tokens)
-    session = open_session(model, requests, bound, prefill_chunk, progress)
+    session = open_checked(
+        model, requests, draft, num_draft_tokens, prompt_cache, prefill_chunk, progress
+    )
     return run_session(session, requests, tokenizer)
 
 
@@ -110,6 +119,7 @@ def generate_tokens(
     sampling: SamplingParams | None = None,
     draft: Any = None,
     num_draft_tokens: int | None = None,
+    prompt_cache: PromptCache | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     progress: Progress | None = None,
     **options: Any,
@@ -120,8 +130,9 @@ def generate_tokens(
     """
     params = SamplingParams.of(sampling, **options)
     requests = make_requests(model, None, [prompt_ids], params)
-    bound = None if draft is None else as_draft(draft, model, num_draft_tokens)
-    session = open_session(model, requests, bound, prefill_chunk, progress)
+    session = open_checked(
+        model, requests, draft, num_draft_tokens, prompt_cache, prefill_chunk, progress
+    )
     result = run_session(session, requests, None)
     return TokenResult(
         tokens=result.tokens[0],
@@ -141,6 +152,7 @@ def stream_generate(
     sampling: SamplingParams | None = None,
     draft: Any = None,
     num_draft_tokens: int | None = None,
+    prompt_cache: PromptCache | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     progress: Progress | None = None,
     **options: Any,
@@ -152,6 +164,7 @@ def stream_generate(
     """
     params = SamplingParams.of(sampling, **options)
     (request,) = make_requests(model, tokenizer, [prompt], params)
-    bound = None if draft is None else as_draft(draft, model, num_draft_tokens)
-    session = open_session(model, [request], bound, prefill_chunk, progress)
+    session = open_checked(
+        model, [request], draft, num_draft_tokens, prompt_cache, prefill_chunk, progress
+    )
     return stream_session(session, request, tokenizer)

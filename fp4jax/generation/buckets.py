@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 SMALLEST = 16
 
 
@@ -21,3 +25,11 @@ def bucket(size: int, *, limit: int | None = None, smallest: int = SMALLEST) -> 
     middle = power // 4 * 3
     chosen = middle if power >= 128 and size <= middle else power
     return chosen if limit is None else min(chosen, max(limit, size))
+
+
+def right_padded(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """i32 [batch, width]: each row's tokens, then zeros."""
+    tokens = np.zeros((len(rows), width), np.int32)
+    for b, row in enumerate(rows):
+        tokens[b, : len(row)] = row
+    return tokens

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fp4jax.generation import loop, speculation
+from fp4jax.generation.cached_prompt import fill_rows
 from fp4jax.generation.state import Output
 
 
@@ -41,6 +42,11 @@ class TraceProbe:
 def _init_cache(module, *, batch: int, capacity: int, dtype, probe: TraceProbe):
     probe.note()
     return module.init_cache(batch, capacity, dtype)
+
+
+def _place(maker, saved, *, axes, batch: int, capacity: int, dtype, probe: TraceProbe):
+    probe.note()
+    return fill_rows(saved, axes, maker.init_cache(batch, capacity, dtype))
 
 
 def _prefill(module, params, tokens, lengths, cache, *, probe: TraceProbe):
@@ -94,6 +100,11 @@ def _init_draft_cache(drafter, *, batch: int, capacity: int, dtype, probe: Trace
     return drafter.init_cache(batch, capacity, dtype)
 
 
+def _draft_observe(drafter, draft_params, cache, tokens, lengths, *, probe: TraceProbe):
+    probe.note()
+    return drafter.observe(draft_params, cache, tokens, (), lengths)
+
+
 def _draft_prefill(
     module, params, drafter, draft_params, tokens, lengths, caches, *, probe: TraceProbe
 ):
@@ -117,6 +128,9 @@ def _speculate(
 jit_init_cache = jax.jit(
     _init_cache, static_argnames=("module", "batch", "capacity", "dtype", "probe")
 )
+jit_place = jax.jit(
+    _place, static_argnames=("maker", "axes", "batch", "capacity", "dtype", "probe")
+)
 jit_prefill = jax.jit(_prefill, static_argnames=("module", "probe"), donate_argnames="cache")
 jit_start = jax.jit(_start, static_argnames=("module", "features", "size", "probe"))
 jit_decode = jax.jit(
@@ -126,6 +140,9 @@ jit_latest = jax.jit(loop.latest)
 jit_window = jax.jit(_window, static_argnames=("width", "probe"))
 jit_init_draft_cache = jax.jit(
     _init_draft_cache, static_argnames=("drafter", "batch", "capacity", "dtype", "probe")
+)
+jit_draft_observe = jax.jit(
+    _draft_observe, static_argnames=("drafter", "probe"), donate_argnames="cache"
 )
 jit_draft_prefill = jax.jit(
     _draft_prefill, static_argnames=("module", "drafter", "probe"), donate_argnames="caches"

@@ -14,7 +14,7 @@ import numpy as np
 from fp4jax.errors import EngineMismatchError
 from fp4jax.generation import speculation
 from fp4jax.generation.drafting import Draw, Proposal
-from fp4jax.generation.drafts import Draft, as_draft, check_engine
+from fp4jax.generation.drafts import as_draft, check_engine, drafter_id
 from fp4jax.generation.requests import LanguageModel, make_requests
 from fp4jax.generation.samplers import SamplingArrays, SamplingFeatures, init_sampler
 from fp4jax.generation.sampling_params import SamplingParams
@@ -64,7 +64,7 @@ def read_context(
         dtype=jnp.dtype(model.dtype),
     )  # fmt: skip
     anchors = jnp.asarray([row[-1] for row in rows], jnp.int32)
-    return DraftContext(cache, anchors, engine_id(model.params), _draft_id(bound))
+    return DraftContext(cache, anchors, engine_id(model.params), drafter_id(bound))
 
 
 def propose_after(
@@ -87,10 +87,10 @@ def propose_after(
     """
     bound = as_draft(draft, model)
     check_engine("the draft context was made from the activations of", context.engine_id, model)
-    if context.draft_id != _draft_id(bound):
+    if context.draft_id != drafter_id(bound):
         raise EngineMismatchError(
             f"the draft context was made by drafter {context.draft_id}, but this one is "
-            f"{_draft_id(bound)}; make it anew with this one"
+            f"{drafter_id(bound)}; make it anew with this one"
         )
     batch = context.anchors.shape[0]
     if sampling is None or isinstance(sampling, SamplingParams):
@@ -100,12 +100,6 @@ def propose_after(
         model.module, model.params, bound.drafter, bound.params, context.anchors, context.cache,
         SamplingArrays.of(sampling, features), features=features,
     )  # fmt: skip
-
-
-def _draft_id(draft: Draft) -> str:
-    from fp4jax.model import engine_id
-
-    return f"{type(draft.drafter).__name__} {engine_id(draft.params)}"
 
 
 @functools.partial(jax.jit, static_argnames=("module", "drafter", "dtype"))

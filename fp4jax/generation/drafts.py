@@ -74,6 +74,13 @@ def pair_draft(draft: Any, model: LanguageModel, num_draft_tokens: int | None = 
     return dataclasses.replace(found, engine_id=engine_id(model.params))
 
 
+def drafter_id(draft: Draft) -> str:
+    """Which drafter with which parameters: what its cache can be read by."""
+    from fp4jax.model import engine_id
+
+    return f"{type(draft.drafter).__name__} {engine_id(draft.params)}"
+
+
 def check_engine(what: str, expected: str, model: LanguageModel) -> None:
     """Checks that ``model`` is the engine that something depends on.
 

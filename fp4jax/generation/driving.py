@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from fp4jax.generation.drafts import Draft
+from fp4jax.generation.cached_prompt import PromptCache, check_prompt_cache
+from fp4jax.generation.drafts import Draft, as_draft
 from fp4jax.generation.requests import LanguageModel, Request, TextTokenizer
 from fp4jax.generation.results import BatchResult, GenerationStep, TokenLogprob
 from fp4jax.generation.session import Session, Window
@@ -24,13 +26,40 @@ def open_session(
     draft: Draft | None,
     prefill_chunk: int,
     progress: Progress | None,
+    prompt_cache: PromptCache | None = None,
 ) -> Session:
-    """A session that has not begun; arguments as in :mod:`fp4jax.generation.api`."""
+    """A session that has not begun; arguments as in :mod:`fp4jax.generation.api`, all checked."""
     if draft is None:
-        return Session(model, requests, prefill_chunk=prefill_chunk, progress=progress)
+        return Session(
+            model, requests,
+            prefill_chunk=prefill_chunk, progress=progress, prompt_cache=prompt_cache,
+        )  # fmt: skip
     return SpeculativeSession(
-        model, requests, draft, prefill_chunk=prefill_chunk, progress=progress
-    )
+        model, requests, draft,
+        prefill_chunk=prefill_chunk, progress=progress, prompt_cache=prompt_cache,
+    )  # fmt: skip
+
+
+def open_checked(
+    model: LanguageModel,
+    requests: Sequence[Request],
+    draft: Any,
+    num_draft_tokens: int | None,
+    prompt_cache: Any,
+    prefill_chunk: int,
+    progress: Progress | None,
+) -> Session:
+    """:func:`open_session` of what a caller gave as draft and prompt cache.
+
+    Raises:
+      ConfigError, GenerationError, PromptCacheError, EngineMismatchError: as
+        :func:`~fp4jax.generation.drafts.as_draft` and
+        :func:`~fp4jax.generation.cached_prompt.check_prompt_cache`.
+    """
+    bound = None if draft is None else as_draft(draft, model, num_draft_tokens)
+    if prompt_cache is not None:
+        prompt_cache = check_prompt_cache(prompt_cache, model, requests, bound)
+    return open_session(model, requests, bound, prefill_chunk, progress, prompt_cache)
 
 
 def stream_session(
@@ -62,6 +91,7 @@ def stream_session(
                 finish_reason=row.finish_reason,
                 from_draft=row.from_draft[-1],
                 acceptance=stats.acceptance,
+                cached_tokens=stats.cached_tokens,
             )
             if row.finish_reason is not None:
                 return

@@ -21,13 +21,14 @@ class GenerationStep:
       logprob: natural log of the model's own probability (before bias, penalties, temperature).
       top_logprobs: the likeliest alternatives, best first, as many as ``logprobs`` asked for.
       prompt_tokens: tokens of the prompt.
-      prompt_tps: prompt tokens a second, compilation not counted.
+      prompt_tps: those that were not cached, a second, compilation not counted.
       generation_tokens: tokens so far, this one included.
       generation_tps: tokens a second after the first one (0 until then), likewise.
       peak_memory: in GB (10^9 bytes); see :func:`peak_memory_gb`.
       finish_reason: None, or "stop" or "length" on the last step.
       from_draft: whether a drafter proposed it.
       acceptance: how the drafter fared so far; None where there is none.
+      cached_tokens: tokens of the prompt that came from a prompt cache.
     """
 
     text: str
@@ -42,6 +43,7 @@ class GenerationStep:
     finish_reason: str | None = None
     from_draft: bool = False
     acceptance: AcceptanceStats | None = None
+    cached_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +78,14 @@ class GenerationStats:
 
     Attributes:
       prompt_tokens: tokens of all prompts.
-      prompt_tps: prompt tokens a second up to the first generated token, without compilation.
+      prompt_tps: those that were not cached, a second up to the first generated token, without
+        compilation.
       generation_tokens: generated tokens.
       generation_tps: those after each row's first, a second, without compilation.
       peak_memory: in GB (10^9 bytes).
       compile_seconds: spent tracing and compiling; 0 once the shapes are known.
       acceptance: None where nothing was drafted.
+      cached_tokens: tokens of the prompts that came from a prompt cache.
     """
 
     prompt_tokens: int
@@ -91,6 +95,7 @@ class GenerationStats:
     peak_memory: float
     compile_seconds: float
     acceptance: AcceptanceStats | None = None
+    cached_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp4jax.errors import GenerationError
-from fp4jax.generation.buckets import bucket
+from fp4jax.generation.buckets import bucket, right_padded
+from fp4jax.generation.cached_prompt import PromptCache
 from fp4jax.generation.compiled import (
     TraceProbe,
     jit_decode,
     jit_init_cache,
     jit_latest,
+    jit_place,
     jit_prefill,
     jit_start,
     jit_window,
@@ -62,6 +64,7 @@ class Session:
       prefill_chunk: prompt tokens fed at once, at least 1.
       progress: told about "compile" (in compiled functions) and "prefill" (in prompt tokens).
       overhang: cache slots a row past its last token.
+      prompt_cache: holds what every prompt begins with.
     """
 
     def __init__(
@@ -72,12 +75,15 @@ class Session:
         prefill_chunk: int = PREFILL_CHUNK,
         progress: Progress | None = None,
         overhang: int = 0,
+        prompt_cache: PromptCache | None = None,
     ) -> None:
         if prefill_chunk < 1:
             raise GenerationError(f"prefill_chunk={prefill_chunk} must be at least 1")
         rows = [request.sampling for request in requests]
         lengths = [len(request.prompt) for request in requests]
-        longest = max(lengths)
+        self._prefix = prompt_cache
+        self._known = 0 if prompt_cache is None else len(prompt_cache.tokens)
+        longest = max(lengths) - self._known
         self._model = model
         self._requests = tuple(requests)
         self._progress = progress
@@ -85,13 +91,15 @@ class Session:
         self._chunk = min(prefill_chunk, bucket(longest, limit=model.max_context))
         padded = -(-longest // self._chunk) * self._chunk
         needed = max(n + row.max_tokens for n, row in zip(lengths, rows, strict=True)) + overhang
-        self._capacity = bucket(max(needed, padded), limit=model.max_context + overhang)
+        needed, limit = max(needed, self._known + padded), model.max_context + overhang
+        # Past the limit the rest may end anywhere: a bucket again, or each end would compile anew.
+        beyond = self._known > 0 and needed > limit
+        self._capacity = bucket(needed, limit=None if beyond else limit)
         self._longest = max(row.max_tokens for row in rows)
         self.size = bucket(self._longest)
-        self._tokens = np.zeros((len(rows), padded), np.int32)
-        for b, request in enumerate(requests):
-            self._tokens[b, : lengths[b]] = request.prompt
+        self._tokens = right_padded([r.prompt[self._known :] for r in requests], padded)
         self._lengths = np.asarray(lengths, np.int32)
+        self._fed = self._lengths - self._known
         self._state: Any = None
         self._limit = 1  # tokens a row that were asked for so far
         self._shown: Any = np.zeros(len(rows), np.int32)
@@ -107,10 +115,12 @@ class Session:
         model, rows = self._model, [request.sampling for request in self._requests]
         self._sampling = SamplingArrays.of(rows, self._features)
         self._limits = _limits(self._requests)
-        cache = self._init_cache()
-        hidden, cache = self._feed(cache)
+        hidden, cache = self.feed()
         # Only a repetition penalty reads the prompt; without it, its length is no shape here.
-        prompt = self._tokens if self._features.repetition else self._tokens[:, :0]
+        prompt = self._tokens[:, :0]
+        if self._features.repetition:
+            width = bucket(int(self._lengths.max())) if self._known else self._tokens.shape[1]
+            prompt = right_padded([request.prompt for request in self._requests], width)
         state = self._call(
             jit_start, model.module, model.params, hidden, prompt, self._lengths,
             self._sampling, self._limits, features=self._features, size=self.size,
@@ -120,6 +130,10 @@ class Session:
         self._first_token_at = time.perf_counter()
         self._compile_at_first = self.compile_seconds
         self._prompt_seconds = self._first_token_at - begun - self.compile_seconds
+
+    def feed(self) -> tuple[Any, Any]:
+        """Each prompt's last hidden state, [B, H], and the cache after all of them."""
+        return self._feed(self._init_cache())
 
     def advance(self, tokens: int | None = None, stopped: np.ndarray | None = None) -> None:
         """Starts decoding; does not wait.
@@ -178,12 +192,13 @@ class Session:
         prompt_tokens = int(self._lengths.sum())
         return GenerationStats(
             prompt_tokens=prompt_tokens,
-            prompt_tps=prompt_tokens / max(self._prompt_seconds, 1e-9),
+            prompt_tps=int(self._fed.sum()) / max(self._prompt_seconds, 1e-9),
             generation_tokens=generated,
             generation_tps=later / max(seconds, 1e-9) if later > 0 else 0.0,
             peak_memory=peak_memory_gb(),
             compile_seconds=self.compile_seconds,
             acceptance=acceptance,
+            cached_tokens=self._known * len(self._requests),
         )
 
     @property
@@ -202,12 +217,22 @@ class Session:
         """Most tokens that a row can get from it."""
         return tokens
 
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        """Of a cache for this batch."""
+        return {
+            "batch": len(self._requests),
+            "capacity": self._capacity,
+            "dtype": jnp.dtype(self._model.dtype),
+        }
+
     def _init_cache(self) -> Any:
+        module, prefix = self._model.module, self._prefix
+        if prefix is None:
+            return self._call(jit_init_cache, module, shown=False, **self._sizes)
         return self._call(
-            jit_init_cache, self._model.module, shown=False,
-            batch=len(self._requests), capacity=self._capacity,
-            dtype=jnp.dtype(self._model.dtype),
-        )  # fmt: skip
+            jit_place, module, prefix.cache, shown=False, axes=prefix.axes, **self._sizes
+        )
 
     def _with_cache(self, state: LoopState, cache: Any) -> Any:
         return dataclasses.replace(state, cache=cache)
@@ -227,15 +252,18 @@ class Session:
     def _feed(self, cache: Any) -> tuple[Any, Any]:
         """The prompt in chunks; returns each row's last hidden state and the cache."""
         width, hidden = self._tokens.shape[1], None
+        if self._prefix is not None:
+            last = self._prefix.hidden
+            hidden = jnp.broadcast_to(last, (len(self._requests), last.shape[1]))
         for begin in range(0, width, self._chunk):
-            lengths = np.clip(self._lengths - begin, 0, self._chunk).astype(np.int32)
+            lengths = np.clip(self._fed - begin, 0, self._chunk).astype(np.int32)
             piece = self._tokens[:, begin : begin + self._chunk]
             last, cache = self._prefill(piece, lengths, cache)
             hidden = last if hidden is None else jit_latest(lengths, last, hidden)
             if self._progress is not None:
                 jax.block_until_ready(hidden)
-                done = int(np.minimum(self._lengths, begin + self._chunk).sum())
-                self._progress("prefill", done, int(self._lengths.sum()))
+                done = int(np.minimum(self._fed, begin + self._chunk).sum())
+                self._progress("prefill", done, int(self._fed.sum()))
         return hidden, cache
 
     def _call(

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from fp4jax.generation.buckets import bucket, right_padded
+from fp4jax.generation.cached_prompt import PromptCache
 from fp4jax.generation.compiled import (
+    jit_draft_observe,
     jit_draft_prefill,
     jit_init_draft_cache,
+    jit_place,
     jit_speculate,
 )
 from fp4jax.generation.drafts import Draft
@@ -31,6 +34,7 @@ class SpeculativeSession(Session):
       draft: checked against the model.
       prefill_chunk: prompt tokens fed at once, at least 1.
       progress: as there.
+      prompt_cache: as there; holds a cache of the drafter where it reads activations.
     """
 
     def __init__(
@@ -41,12 +45,14 @@ class SpeculativeSession(Session):
         *,
         prefill_chunk: int = PREFILL_CHUNK,
         progress: Progress | None = None,
+        prompt_cache: PromptCache | None = None,
     ) -> None:
         self._draft = draft
         self._block = draft.drafter.block_size
         super().__init__(
-            model, requests, prefill_chunk=prefill_chunk, progress=progress, overhang=self._block
-        )
+            model, requests, prefill_chunk=prefill_chunk, progress=progress,
+            overhang=self._block, prompt_cache=prompt_cache,
+        )  # fmt: skip
         self._accepted = np.zeros((len(requests), self._block), np.int32)
 
     def fetch(self, window: Window) -> Window:
@@ -77,12 +83,20 @@ class SpeculativeSession(Session):
         return self._steps(tokens) * self._block
 
     def _init_cache(self) -> Any:
-        cache = super()._init_cache()
-        draft = self._call(
-            jit_init_draft_cache, self._draft.drafter, shown=False,
-            batch=len(self._requests), capacity=self._capacity,
-            dtype=jnp.dtype(self._model.dtype),
-        )  # fmt: skip
+        cache, prefix = super()._init_cache(), self._prefix
+        drafter, sizes = self._draft.drafter, self._sizes
+        if prefix is not None and drafter.taps:
+            return cache, self._call(
+                jit_place, drafter, prefix.draft, shown=False, axes=prefix.draft_axes, **sizes
+            )
+        draft = self._call(jit_init_draft_cache, drafter, shown=False, **sizes)
+        if prefix is not None:
+            batch, width = len(self._requests), min(bucket(self._known), self._capacity)
+            tokens = right_padded([prefix.tokens] * batch, width)
+            draft = self._call(
+                jit_draft_observe, drafter, self._draft.params, draft, tokens,
+                np.full(batch, self._known, np.int32), shown=False,
+            )  # fmt: skip
         return cache, draft
 
     def _with_cache(self, state: LoopState, cache: Any) -> SpeculativeState:
