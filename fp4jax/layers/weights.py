@@ -21,6 +21,7 @@ from fp4jax.marlin import MarlinWeight
 from fp4jax.ops.dense_matmul import dense_matmul
 from fp4jax.ops.dense_matmul.xla import dot_xla
 from fp4jax.ops.grouped import loop_over_groups
+from fp4jax.ops.row_blocks import slice_rows
 from fp4jax.ops.varying import vary_alike
 from fp4jax.ops.w4a16_grouped_matmul import w4a16_grouped_matmul
 from fp4jax.ops.w4a16_matmul import w4a16_matmul
@@ -66,7 +67,7 @@ def grouped_matmul(
     if isinstance(weight, FP8Weight):
         return w8a16_grouped_matmul(x, weight, group_sizes)
     y = jax.lax.platform_dependent(
-        x, weight.astype(x.dtype), group_sizes, cpu=_grouped_dot_cpu, default=_grouped_dot
+        x, weight, group_sizes, cpu=_grouped_dot_cpu, default=_grouped_dot
     )
     return y.astype(x.dtype)
 
@@ -74,7 +75,7 @@ def grouped_matmul(
 def _grouped_dot(x: Array, weight: Array, group_sizes: Array) -> Array:
     return jax.lax.ragged_dot(
         x,
-        weight.swapaxes(-1, -2),
+        weight.astype(x.dtype).swapaxes(-1, -2),
         group_sizes,
         preferred_element_type=jnp.float32,
         precision=matmul_precision(x.dtype),
@@ -84,9 +85,11 @@ def _grouped_dot(x: Array, weight: Array, group_sizes: Array) -> Array:
 def _grouped_dot_cpu(x: Array, weight: Array, group_sizes: Array) -> Array:
     # The CPU backend's own ragged_dot multiplies every row with every expert.
     x, weight, group_sizes = vary_alike(x, weight, group_sizes)
-    return loop_over_groups(
-        x, group_sizes, weight.shape[1], lambda e: weight[e], dot_xla, jnp.float32
-    )
+
+    def matrix(e: Array) -> Array:
+        return slice_rows(weight, e, 1)[0].astype(x.dtype)
+
+    return loop_over_groups(x, group_sizes, weight.shape[1], matrix, dot_xla, jnp.float32)
 
 
 def embed(

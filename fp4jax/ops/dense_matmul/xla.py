@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from fp4jax.ops.row_blocks import by_row_blocks
+
 LEAST_ROWS = 4
 SPLIT_ROWS = 64
 """Most f32 rows that are split; more of them are worth widening the weight for."""
@@ -26,14 +28,30 @@ def dot_xla(x: Float[Array, "m k"], weight: Float[Array, "n k"]) -> Float32[Arra
 def dot_cpu(x: Float[Array, "m k"], weight: Float[Array, "n k"]) -> Float32[Array, "m n"]:
     """The same numbers (to f32 rounding) in the backend's fast form."""
     m = x.shape[0]
-    if weight.dtype != jnp.bfloat16 or not 0 < m <= SPLIT_ROWS or x.dtype == jnp.float16:
+    if m == 0 or x.dtype == weight.dtype == jnp.float32:
         return dot_xla(x, weight)
-    if x.dtype == jnp.bfloat16:
+    if x.dtype == weight.dtype == jnp.bfloat16:
         return _dot(jnp.pad(x, ((0, max(LEAST_ROWS - m, 0)), (0, 0))), weight)[:m]
+    if weight.dtype != cpu_weight_dtype(x) or x.dtype == jnp.float16:
+        return by_row_blocks(_dot_wide, x, weight)
     high, middle, low = split_f32(x)
     # Smallest first, so that little is lost.
     parts = _dot(jnp.concatenate([low, middle, high]), weight).reshape(3, m, -1)
     return (parts[0] + parts[1]) + parts[2]
+
+
+def cpu_weight_dtype(x: Float[Array, "m k"]) -> jnp.dtype:
+    """The dtype in which the backend multiplies ``x`` with a weight whose values fit in bf16."""
+    split = x.dtype == jnp.float32 and x.shape[0] <= SPLIT_ROWS
+    return jnp.dtype(jnp.bfloat16 if split else x.dtype)
+
+
+def _dot_wide(x: Array, weight: Array) -> Array:
+    """As :func:`dot_xla`; f16 in f32, since the CPU has no fast f16 dot."""
+    weight = weight.astype(x.dtype)
+    if x.dtype == jnp.float16:
+        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    return dot_xla(x, weight)
 
 
 def split_f32(x: Float32[Array, "*shape"]) -> tuple[Float[Array, "*shape"], ...]:

@@ -4,7 +4,8 @@ Two formulations, chosen by the (static) number of rows:
 
 * few rows on a CPU: one fused loop that decodes words in registers and multiplies, so that a
   decode step streams 4.5 bits a weight and never writes a decoded matrix;
-* otherwise: decode once to ``x``'s dtype, then an ordinary dot.
+* otherwise: decode once to ``x``'s dtype, then an ordinary dot; on a CPU a block of rows at a
+  time (:mod:`fp4jax.ops.row_blocks`).
 
 How the fused loop is shaped for XLA's CPU backend (read off its LLVM output, jaxlib 0.10):
 
@@ -29,6 +30,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, UInt8, UInt16
 
 from fp4jax import marlin
+from fp4jax.ops.row_blocks import by_row_blocks
 
 FUSED_ROWS = 8
 """Most rows that the fused CPU loop serves; it decodes once a row."""
@@ -173,7 +175,11 @@ def _accumulate_cpu(x: Array, w: marlin.MarlinWeight) -> Array:
         return fused_rows(x, w.words[None], w.scales[None])[:, : w.n]
     if x.dtype == jnp.float16:  # the CPU has no fast f16 dot
         x = x.astype(jnp.float32)
-    return decoded_dot(x, decode_fast(w.words, w.scales, x.dtype)[: w.n, : w.k])
+
+    def multiply(x: Array, words: Array, scales: Array) -> Array:
+        return decoded_dot(x, decode_fast(words, scales, x.dtype)[:, : w.k])
+
+    return by_row_blocks(multiply, x, w.words, w.scales)[:, : w.n]
 
 
 def _accumulate(x: Array, w: marlin.MarlinWeight) -> Array:

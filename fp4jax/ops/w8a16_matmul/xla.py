@@ -7,8 +7,9 @@ from jax import lax
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int32
 
 from fp4jax.fp8 import FP8Weight
-from fp4jax.ops.dense_matmul.xla import dot_cpu, dot_xla
+from fp4jax.ops.dense_matmul.xla import cpu_weight_dtype, dot_cpu, dot_xla
 from fp4jax.ops.grouped import group_of_row, loop_over_groups
+from fp4jax.ops.row_blocks import by_row_blocks
 from fp4jax.ops.varying import vary_alike
 
 _F16_EXPONENT = 2.0**8
@@ -48,8 +49,8 @@ def _dot(x: Array, values: Array) -> Array:
 
 
 def _dot_cpu(x: Array, values: Array) -> Array:
-    narrow = jnp.float16 if x.dtype == jnp.float16 else jnp.bfloat16
-    return dot_cpu(x, widen(values).astype(narrow))
+    dtype = cpu_weight_dtype(x)
+    return by_row_blocks(lambda x, rows: dot_cpu(x, widen(rows).astype(dtype)), x, values)
 
 
 def widen(values: Float8e4m3fn[Array, "*shape"]) -> Float32[Array, "*shape"]:
