@@ -1,4 +1,4 @@
-"""Choosing a backend, once, for every W4A16 op; ``explain`` shows the same decision.
+"""Choosing a backend, once, for every op that has several; ``explain`` shows the same decision.
 
 The platform is that of the lowering, not of the process: a jitted call is traced with one branch
 for CUDA and one for the rest, and the compiler keeps the one it lowers for. So an array that sits
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,25 @@ KERNEL_PLATFORM = "cuda"
 """The lowering platform that has kernels of its own; every other one takes XLA."""
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
+
+
+class Spec(Protocol):
+    """Everything that a choice of backend may depend on: a frozen dataclass with these fields."""
+
+    @property
+    def op(self) -> str:
+        """Name of the public function."""
+
+    @property
+    def platform(self) -> str:
+        """Lowering platform: "cuda", "rocm", "cpu", "tpu", …"""
+
+    @property
+    def device_kind(self) -> str | None:
+        """What the device calls itself, None where it is not known."""
+
+    def describe(self) -> str:
+        """Sizes and dtypes, for people."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +75,11 @@ class MatmulSpec:
     platform: str
     device_kind: str | None
 
+    def describe(self) -> str:
+        """Sizes and dtypes, for people."""
+        experts = "" if self.experts is None else f" experts={self.experts}"
+        return f"M={self.m} N={self.n} K={self.k}{experts} {self.x_dtype} -> {self.out_dtype}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -67,8 +92,8 @@ class Candidate:
     """
 
     name: str
-    unsupported_reason: Callable[[MatmulSpec], str | None]
-    slower_reason: Callable[[MatmulSpec], str | None]
+    unsupported_reason: Callable[[Any], str | None]
+    slower_reason: Callable[[Any], str | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,24 +107,23 @@ class Explanation:
       candidates: (name, verdict) of every backend, in order of preference.
     """
 
-    spec: MatmulSpec
+    spec: Spec
     choice: str | None
     reason: str
     candidates: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
         s = self.spec
-        experts = "" if s.experts is None else f" experts={s.experts}"
         kind = "" if s.device_kind is None else f" ({s.device_kind})"
         head = (
             f"{s.op}: {self.choice or 'no implementation'} ({self.reason})\n"
-            f"  M={s.m} N={s.n} K={s.k}{experts} {s.x_dtype} -> {s.out_dtype} on {s.platform}{kind}"
+            f"  {s.describe()} on {s.platform}{kind}"
         )
         return "\n".join([head, *(f"  {name}: {verdict}" for name, verdict in self.candidates)])
 
 
 def choose(
-    spec: MatmulSpec, candidates: tuple[Candidate, ...], implementation: str | None
+    spec: Spec, candidates: tuple[Candidate, ...], implementation: str | None
 ) -> Explanation:
     """The decision: the forced backend, else the first that can serve and is not slower.
 
@@ -153,28 +177,34 @@ def kernel_device_kind() -> str | None:
 
 
 def run(
-    spec: MatmulSpec,
+    spec: Any,
     candidates: tuple[Candidate, ...],
     implementation: str | None,
-    bodies: dict[str, Callable[..., Array]],
-    *operands: object,
-) -> Array:
+    bodies: dict[str, Callable[..., Any]],
+    *operands: Any,
+) -> Any:
     """Calls the chosen backend's body, by lowering platform.
 
     Where the forced backend cannot serve a platform, that branch fails when it is lowered.
+
+    Args:
+      spec: a :class:`Spec`.
+      candidates: in order of preference.
+      implementation: name of the forced one, or None.
+      bodies: what computes the result, the same pytree whatever computes it, by name.
+      operands: of the bodies; the first is an array.
 
     Raises:
       UnsupportedError: no lowering platform could run the forced backend.
     """
 
-    def body(platform: str, device_kind: str | None) -> tuple[str, Callable[..., Array]]:
+    def body(platform: str, device_kind: str | None) -> tuple[str, Callable[..., Any]]:
         asked = dataclasses.replace(spec, platform=platform, device_kind=device_kind)
         found = choose(asked, candidates, implementation)
         if found.choice is not None:
             return found.choice, bodies[found.choice]
         message = f"{spec.op}: implementation {implementation!r} cannot serve this: {found.reason}"
-        shape, dtype = (spec.m, spec.n), spec.out_dtype
-        return message, lambda x, *_: _refuse_p.bind(x, message=message, shape=shape, dtype=dtype)
+        return message, lambda *operands: _refuse(message, operands, bodies)
 
     kernel_name, kernel = body(KERNEL_PLATFORM, kernel_device_kind())
     other_name, other = body(*_other_platform())
@@ -184,6 +214,14 @@ def run(
         # Refused everywhere: say what is wrong with the inputs, and now, not when lowered.
         raise UnsupportedError(kernel_name)
     return jax.lax.platform_dependent(*operands, default=other, **{KERNEL_PLATFORM: kernel})
+
+
+def _refuse(message: str, operands: tuple, bodies: dict[str, Callable[..., Any]]) -> Any:
+    """A result of the right shape, which fails to lower."""
+    shapes = jax.eval_shape(next(reversed(bodies.values())), *operands)
+    return jax.tree.map(
+        lambda s: _refuse_p.bind(operands[0], message=message, shape=s.shape, dtype=s.dtype), shapes
+    )
 
 
 def _other_platform() -> tuple[str, str | None]:
