@@ -1,5 +1,5 @@
-"""The ``fp4jax`` command: ``generate``, ``chat``, ``quantize``, ``inspect``, ``bench``,
-``perplexity``. One file a command; flags are spelled as mlx-lm's are.
+"""The ``fp4jax`` command: ``generate``, ``chat``, ``cache-prompt``, ``quantize``, ``inspect``,
+``bench``, ``perplexity``. One file a command; flags are spelled as mlx-lm's are.
 """
 
 from fp4jax.cli.app import main

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from fp4jax.cli.bench import run_bench
+from fp4jax.cli.cache_prompt import run_cache_prompt
 from fp4jax.cli.chat import run_chat
 from fp4jax.cli.generate import run_generate
 from fp4jax.cli.inspect import run_inspect
@@ -34,6 +35,7 @@ def make_app() -> typer.Typer:
     for name, command in (
         ("generate", run_generate),
         ("chat", run_chat),
+        ("cache-prompt", run_cache_prompt),
         ("quantize", run_quantize),
         ("inspect", run_inspect),
         ("bench", run_bench),

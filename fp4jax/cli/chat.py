@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from fp4jax.cli import options
 from fp4jax.cli.generate import stream, summary
@@ -14,6 +15,7 @@ HELP = "/exit (or Ctrl-D) ends, /reset starts over, /help shows this; Ctrl-C sto
 def run_chat(
     model: options.ModelPath = None,
     system_prompt: options.SystemPrompt = None,
+    prompt_cache_file: options.PromptCacheFile = None,
     max_tokens: options.MaxTokens = 512,
     temp: options.Temp = 0.0,
     top_p: options.TopP = 1.0,
@@ -44,16 +46,23 @@ def run_chat(
         stop=stop,
         seed=seed,
     )
+    options.check_one_beginning(prompt_cache_file, system_prompt)
     draft = options.open_draft(draft_model, num_draft_tokens, dtype, quiet)
-    drafting = {"draft": draft, "num_draft_tokens": num_draft_tokens}
     engine, tokenizer = options.open_model(model, dtype, quiet)
     if not tokenizer.has_chat_template:
         raise TokenizerError(
             f"{model}: no chat template (chat_template.jinja, or chat_template in "
             "tokenizer_config.json); use `fp4jax generate` for plain text"
         )
+    cached = options.open_prompt_cache(prompt_cache_file, engine)
+    if cached is not None and not isinstance(cached.continued(""), list):
+        raise GenerationError(
+            f"{prompt_cache_file}: text was cached, not a conversation; make it anew without "
+            "--ignore-chat-template, or use `fp4jax generate`"
+        )
     start = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    messages = list(start)
+    messages: list[Any] = []
+    more = {"draft": draft, "num_draft_tokens": num_draft_tokens, "prompt_cache": cached}
     if not quiet:
         print(HELP, file=sys.stderr)
     while True:
@@ -63,14 +72,17 @@ def run_chat(
         if not line:
             continue
         if line == "/reset":
-            messages = list(start)
+            messages = []
             continue
         if line == "/help":
             print(HELP, file=sys.stderr)
             continue
-        turn = [*messages, {"role": "user", "content": line}]
+        if cached is not None and not messages:
+            turn = _after(cached, line)
+        else:
+            turn = [*(messages or start), {"role": "user", "content": line}]
         try:
-            answer = _answer(engine, tokenizer, turn, sampling, quiet, drafting)
+            answer = _answer(engine, tokenizer, turn, sampling, quiet, more)
         except GenerationError as error:  # most often: the conversation has filled the context
             print(f"{error} (/reset starts over)", file=sys.stderr)
             continue
@@ -86,11 +98,18 @@ def _ask() -> str | None:
         return None
 
 
-def _answer(engine, tokenizer, messages, sampling, quiet: bool, drafting: dict) -> str:
+def _after(cached: Any, line: str) -> list[Any]:
+    """The cached conversation and what is said first, apart from a document before it."""
+    *_, last = cached.continued("")
+    apart = last["content"] and not last["content"][-1].isspace()
+    return cached.continued(f"\n\n{line}" if apart else line)
+
+
+def _answer(engine, tokenizer, messages, sampling, quiet: bool, more: dict) -> str:
     """Streams an answer; Ctrl-C ends it and keeps what was said."""
     said, last = [], None
     try:
-        for last in stream(engine, tokenizer, messages, sampling=sampling, quiet=quiet, **drafting):
+        for last in stream(engine, tokenizer, messages, sampling=sampling, quiet=quiet, **more):
             print(last.text, end="", flush=True)
             said.append(last.text)
     except KeyboardInterrupt:

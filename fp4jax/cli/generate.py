@@ -23,10 +23,8 @@ def run_generate(
         str, typer.Option("--prompt", "-p", help="The prompt; '-' reads standard input.")
     ] = DEFAULT_PROMPT,
     system_prompt: options.SystemPrompt = None,
-    ignore_chat_template: Annotated[
-        bool,
-        typer.Option("--ignore-chat-template", help="Continue the prompt as it is, not as a chat."),
-    ] = False,
+    ignore_chat_template: options.IgnoreChatTemplate = False,
+    prompt_cache_file: options.PromptCacheFile = None,
     max_tokens: options.MaxTokens = 256,
     temp: options.Temp = 0.0,
     top_p: options.TopP = 1.0,
@@ -57,19 +55,18 @@ def run_generate(
         stop=stop,
         seed=seed,
     )
+    options.check_one_beginning(prompt_cache_file, system_prompt)
     draft = options.open_draft(draft_model, num_draft_tokens, dtype, quiet)
     text = sys.stdin.read() if prompt == "-" else prompt
     engine, tokenizer = options.open_model(model, dtype, quiet)
-    request: Any = text
-    if not ignore_chat_template and tokenizer.has_chat_template:
-        request = [{"role": "user", "content": text}]
-        if system_prompt is not None:
-            request.insert(0, {"role": "system", "content": system_prompt})
-    elif system_prompt is not None:
-        request = f"{system_prompt}\n\n{text}"
+    cached = options.open_prompt_cache(prompt_cache_file, engine)
+    if cached is None:
+        request = options.request_of(tokenizer, text, system_prompt, ignore_chat_template)
+    else:  # as it was cached, so is it continued
+        request = cached.continued(text)
     last = None
-    drafting = {"draft": draft, "num_draft_tokens": num_draft_tokens}
-    for last in stream(engine, tokenizer, request, sampling=sampling, quiet=quiet, **drafting):
+    more = {"draft": draft, "num_draft_tokens": num_draft_tokens, "prompt_cache": cached}
+    for last in stream(engine, tokenizer, request, sampling=sampling, quiet=quiet, **more):
         print(last.text, end="", flush=True)
     print()
     if last is not None and not quiet:
@@ -77,14 +74,14 @@ def run_generate(
 
 
 def stream(
-    engine: Any, tokenizer: Any, request: Any, *, sampling: Any, quiet: bool, **drafting: Any
+    engine: Any, tokenizer: Any, request: Any, *, sampling: Any, quiet: bool, **more: Any
 ) -> Iterator[GenerationStep]:
     """Steps of an answer; a progress bar on the error stream until the first one is there."""
     from fp4jax.generation import stream_generate
 
     with shown(quiet) as report:
         steps = stream_generate(
-            engine, tokenizer, request, sampling=sampling, progress=report, **drafting
+            engine, tokenizer, request, sampling=sampling, progress=report, **more
         )
         first = next(steps)  # everything is compiled by then
     yield first
@@ -93,11 +90,13 @@ def stream(
 
 def summary(step: GenerationStep) -> str:
     """The closing statistics."""
-    drafted = ""
+    drafted, cached = "", ""
     if step.acceptance is not None:
         drafted = f"Draft: {acceptance_text(step.acceptance)}\n"
+    if step.cached_tokens:
+        cached = f"{step.cached_tokens} of them cached, "
     return (
-        f"Prompt: {step.prompt_tokens} tokens, {step.prompt_tps:.1f} tokens/s\n"
+        f"Prompt: {step.prompt_tokens} tokens, {cached}{step.prompt_tps:.1f} tokens/s\n"
         f"Generation: {step.generation_tokens} tokens, {step.generation_tps:.1f} tokens/s\n"
         f"{drafted}Peak memory: {step.peak_memory:.3f} GB"
     )

@@ -66,6 +66,20 @@ Seed = Annotated[int | None, typer.Option("--seed", help="For sampling. Default:
 SystemPrompt = Annotated[
     str | None, typer.Option("--system-prompt", help="First message of the conversation.")
 ]
+IgnoreChatTemplate = Annotated[
+    bool,
+    typer.Option("--ignore-chat-template", help="Continue the prompt as it is, not as a chat."),
+]
+PromptCacheFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompt-cache-file",
+        exists=True,
+        dir_okay=False,
+        help="Go on from what `fp4jax cache-prompt` wrote; what is said next continues it, as a "
+        "chat or as plain text, whichever was cached.",
+    ),
+]
 DraftModel = Annotated[
     str | None,
     typer.Option(
@@ -84,6 +98,40 @@ NumDraftTokens = Annotated[
     ),
 ]
 PROMPT_LOOKUP = "prompt-lookup"
+
+
+def request_of(
+    tokenizer: Tokenizer, text: str | None, system_prompt: str | None, ignore_chat_template: bool
+) -> Any:
+    """Messages where there is a chat template that is not to be ignored, else text."""
+    if tokenizer.has_chat_template and not ignore_chat_template:
+        said = (("system", system_prompt), ("user", text))
+        return [{"role": role, "content": content} for role, content in said if content is not None]
+    return (text or "") if system_prompt is None else f"{system_prompt}\n\n{text or ''}"
+
+
+def check_one_beginning(prompt_cache_file: Path | None, system_prompt: str | None) -> None:
+    """Checks that a prompt has one beginning.
+
+    Raises:
+      typer.BadParameter: a system prompt, and a file that begins otherwise.
+    """
+    if prompt_cache_file is not None and system_prompt is not None:
+        raise typer.BadParameter(
+            "--prompt-cache-file has the beginning already; give --system-prompt to "
+            "`fp4jax cache-prompt`"
+        )
+
+
+def open_prompt_cache(path: Path | None, engine: Model) -> Any:
+    """What ``--prompt-cache-file`` names; None where it is not given.
+
+    Raises:
+      PromptCacheError, EngineMismatchError: an unusable file, or another engine's.
+    """
+    from fp4jax.generation import load_prompt_cache
+
+    return None if path is None else load_prompt_cache(path, engine)
 
 
 def sampling_params(

@@ -9,7 +9,7 @@ continuations are tokenized, and what they have in common is kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fp4jax.errors import GenerationError
@@ -48,7 +48,7 @@ def opening_tokens(tokenizer: TextTokenizer, prompt: Any) -> tuple[int, ...]:
 
 def opening_of_text(tokenizer: TextTokenizer, text: str) -> tuple[int, ...]:
     """Tokens that every text which begins with ``text`` begins with: all but the last word's."""
-    return _shared(tokenizer.encode, _continuations(text))
+    return _settled(tokenizer.encode, text)
 
 
 def opening_of_chat(
@@ -63,19 +63,15 @@ def opening_of_chat(
       GenerationError: a message that may go on and is not text.
     """
     *before, last = messages
+    content: Any = last.get("content")
     if not is_open(last):
-        return _shared(
-            lambda text: tokenizer.encode_chat([*messages, {"role": "user", "content": text}]),
-            CONTINUATIONS,
-        )
-    content = last.get("content")
+        before, last, content = [*messages], {"role": "user"}, ""
     if not isinstance(content, str):
         raise GenerationError(
             f"the content of the last message must be text for a prompt cache, got {content!r:.80}"
         )
-    return _shared(
-        lambda text: tokenizer.encode_chat([*before, {**last, "content": text}]),
-        _continuations(content),
+    return _settled(
+        lambda text: tokenizer.encode_chat([*before, {**last, "content": text}]), content
     )
 
 
@@ -97,23 +93,22 @@ def is_chat(prompt: Any) -> bool:
     )
 
 
-def _continuations(text: str) -> tuple[str, ...]:
-    """``text`` and more of it, and first, where there is one, what it is without its last word.
+def _settled(encode: Callable[[str], Sequence[int]], text: str) -> tuple[int, ...]:
+    """What the tokens of all texts that begin with ``text`` begin with.
 
-    Tokenizers that split into words settle every word but the last, with the space before it.
+    A space divides words for every tokenizer, a line break for most of them; all words but the
+    last, with the space before it, are settled. So ``text`` is also tried without that one, and
+    where there is none before it, as if there were no text. One token more is left out: whatever
+    comes next may become part of it.
     """
     stem = text.rstrip()
-    words = stem.rsplit(None, 1)
-    kept = words[0] if len(words) == 2 else ""
-    kept = max(kept, stem[:-LONGEST_WORD], key=len)
-    more = (text, *(text + more for more in CONTINUATIONS))
-    return (kept, *more) if kept else (*CONTINUATIONS, *more)
-
-
-def _shared(encode: Callable[[str], Sequence[int]], texts: Iterable[str]) -> tuple[int, ...]:
+    kept = stem[: max(stem.rfind(" "), len(stem) - LONGEST_WORD, 0)].rstrip()
+    texts = [kept] if kept else [*CONTINUATIONS]
+    if text:
+        texts += [text, *(text + more for more in CONTINUATIONS)]
     first, *others = (encode(text) for text in texts)
     length = len(first)
     for other in others:
         same = [a == b for a, b in zip(first[:length], other, strict=False)]
         length = same.index(False) if False in same else len(same)
-    return tuple(first[:length])
+    return tuple(first[: max(length - 1, 0)])

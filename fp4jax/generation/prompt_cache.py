@@ -153,9 +153,10 @@ def save_prompt_cache(path: str | Path, prompt_cache: PromptCache) -> None:
     metadata["digest"] = _digest(metadata, tensors)
     aside = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
     try:
+        aside.touch()
+        allowed = aside.stat().st_mode  # by the user's umask; the library's files are the owner's
         save_file(tensors, aside, metadata=metadata)
-        # The library lets the owner alone read it; here it is what the folder allows.
-        aside.chmod(path.parent.stat().st_mode & 0o666)
+        aside.chmod(allowed)
         os.replace(aside, path)
     except (OSError, SafetensorError) as error:
         raise PromptCacheError(f"{path}: cannot be written ({error})") from error
