@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from fp4jax.errors import ConfigError, GenerationError, PromptCacheError
 from fp4jax.generation.drafts import Draft, check_engine, drafter_id
@@ -50,9 +50,9 @@ class PromptCache:
       prompt: what was cached, as JSON: text, messages, or null for token ids.
     """
 
-    cache: dict[str, Array]
+    cache: dict[str, Shaped[Array, "1 ..."]]
     hidden: Float[Array, "1 h"]
-    draft: dict[str, Array]
+    draft: dict[str, Shaped[Array, "1 ..."]]
     tokens: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     axes: Axes = dataclasses.field(metadata={"static": True})
     draft_axes: Axes = dataclasses.field(metadata={"static": True})
@@ -219,7 +219,7 @@ def check_layout(what: str, found: Mapping[str, Any], wanted: Mapping[str, Any])
             )
 
 
-def fill_rows(saved: Mapping[str, Array], axes: Axes, empty: Any) -> Any:
+def fill_rows(saved: Mapping[str, Shaped[Array, "1 ..."]], axes: Axes, empty: Any) -> Any:
     """``empty`` with the beginning of every row filled from one row. Traceable.
 
     Args:

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beartype import beartype
 from drafters import Tapped
 from generation_toy import make_toy
+from jaxtyping import TypeCheckError, jaxtyped
 
 import fp4jax
 from fp4jax.errors import ConfigError, EngineMismatchError, GenerationError, PromptCacheError
@@ -30,6 +32,7 @@ from fp4jax.generation import (
     save_prompt_cache,
     stream_generate,
 )
+from fp4jax.generation.cached_prompt import fill_rows
 from fp4jax.model import engine_id
 
 TESTS = Path(__file__).parents[1]
@@ -220,6 +223,17 @@ def test_another_engine_or_layout_is_refused(toy, cached):
     tokens = generate_tokens(longer, [*BEGINNING, 1], max_tokens=120).tokens
     found = generate_tokens(longer, [*BEGINNING, 1], max_tokens=120, prompt_cache=cached)
     assert found.tokens == tokens and len(tokens) == 120
+
+
+def test_the_signature_of_the_placing_holds(toy, cached):
+    fill = jaxtyped(fill_rows, typechecker=beartype)
+    empty = toy.module.init_cache(3, 40, jnp.float32)
+    filled = fill(cached.cache, cached.axes, empty)
+    assert filled.position.tolist() == [21] * 3 and filled.keys.shape == empty.keys.shape
+    np.testing.assert_array_equal(filled.keys[2, :21], cached.cache["keys"][0, :21])
+    assert not filled.keys[:, 32:].any()
+    with pytest.raises(TypeCheckError):
+        fill({name: jnp.concatenate([x, x]) for name, x in cached.cache.items()}, (), empty)
 
 
 def test_what_cannot_be_cached(toy, tokenizer):
