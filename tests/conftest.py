@@ -27,6 +27,17 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def executables_given_back():
+    """Compiled functions go after each file of tests.
+
+    Each keeps memory maps of its own, and where they run out (65,530 a process by default) the
+    compiler ends with a segmentation fault.
+    """
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def strict_promotion():
     """No implicit dtype promotion anywhere."""

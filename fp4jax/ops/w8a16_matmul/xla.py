@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int32
@@ -16,6 +19,7 @@ _F16_EXPONENT = 2.0**8
 """e4m3's bits, put where f16 has its own, are the value divided by this."""
 
 
+@functools.partial(jax.jit, inline=True)  # called by itself too, and then compiled once a shape
 def fp8_matmul_xla(x: Float[Array, "m k"], w: FP8Weight) -> Float32[Array, "m n"]:
     """``x @ W.T`` in f32. See :func:`fp4jax.ops.w8a16_matmul.w8a16_matmul`."""
     # The barrier ties the values to x, so that a generation loop is not given a widened copy of
@@ -25,6 +29,7 @@ def fp8_matmul_xla(x: Float[Array, "m k"], w: FP8Weight) -> Float32[Array, "m n"
     return sums * w.scale
 
 
+@functools.partial(jax.jit, inline=True)
 def fp8_grouped_matmul_xla(
     x: Float[Array, "t k"], w: FP8Weight, group_sizes: Int32[Array, " e"]
 ) -> Float32[Array, "t n"]:
