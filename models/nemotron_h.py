@@ -261,9 +261,10 @@ def _layer_types(hf: Mapping[str, Any]) -> tuple[str, ...]:
         kinds = dict(LETTERS)
         if not isinstance(pattern, str) or not set(pattern) <= set(kinds):
             known = ", ".join(f"{letter} ({kind})" for letter, kind in LETTERS)
+            others = sorted(set(pattern) - set(kinds)) if isinstance(pattern, str) else []
             raise ConfigError(
-                f"{CONFIG_NAME}: hybrid_override_pattern {pattern!r:.80} must hold nothing but "
-                f"{known}"
+                f"{CONFIG_NAME}: hybrid_override_pattern {pattern!r:.80} "
+                f"{f'names {others}' if others else 'is no text'}; known: {known}"
             )
         spelled = tuple(kinds[letter] for letter in pattern)
         if listed and listed != spelled:

@@ -126,7 +126,7 @@ class DFlash(BlockDrafter):
             self.remember((x,) * len(self.config.target_layer_ids), cache, cache.position)
             if self.config.selector is not None:
                 logits = jnp.zeros((*x.shape[:2], self.config.vocab_size), jnp.float32)
-                self.select(hidden, logits, cache.position, lambda _, ids, at: (ids[:, 0], at))
+                self.select(hidden, logits, cache.position, lambda _, ids, at: (ids[:, 0], None))
         return hidden
 
     def select(

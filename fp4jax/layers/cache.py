@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
+from fp4jax.errors import EngineMismatchError
+
 
 class RecurrentCache(Protocol):
     """An entry whose tokens cannot be taken back by position: a running state.
@@ -105,6 +107,49 @@ class Cache:
             for entry in self.layers
         )
         return Cache(position + lengths, tuple(layers))
+
+
+def check_entries(owner: str, cache: Cache, wanted: Cache) -> None:
+    """Checks that ``cache`` is laid out as ``owner`` lays out its own; dtypes are the caller's.
+
+    Args:
+      owner: name of the model.
+      cache: offered to it; entries may be on trial.
+      wanted: an empty one for as many rows and tokens, or the shapes of it.
+
+    Raises:
+      EngineMismatchError: another number of layers or rows, or an entry of another kind or size;
+        the first one is named.
+    """
+    remedy = "this cache is another model's; begin with one that init_cache of this model makes"
+    if len(cache.layers) != len(wanted.layers):
+        raise EngineMismatchError(
+            f"{owner} has {len(wanted.layers)} layers, but the cache has {len(cache.layers)}: "
+            f"{remedy}"
+        )
+    if cache.position.shape != wanted.position.shape:
+        raise EngineMismatchError(
+            f"{owner} was given {wanted.position.shape[0]} rows of tokens, but the cache holds "
+            f"{cache.position.shape[0]} rows"
+        )
+    for i, (entry, expected) in enumerate(zip(cache.layers, wanted.layers, strict=True)):
+        entry = entry.before if isinstance(entry, Trial) else entry
+        if type(entry) is not type(expected):
+            kept, found = (
+                "nothing" if x is None else f"a {type(x).__name__}" for x in (expected, entry)
+            )
+            raise EngineMismatchError(
+                f"layer {i} of {owner} keeps {kept}, but the cache has {found} there: {remedy}"
+            )
+        if expected is None:
+            continue
+        for field in dataclasses.fields(expected):
+            ours, theirs = (tuple(getattr(x, field.name).shape) for x in (expected, entry))
+            if ours != theirs:
+                raise EngineMismatchError(
+                    f"layer {i} of {owner} keeps {field.name} of shape {list(ours)}, but the cache "
+                    f"has {list(theirs)} there: {remedy}"
+                )
 
 
 def _write(buffer: Array, update: Array, position: Int[Array, " batch"]) -> Array:

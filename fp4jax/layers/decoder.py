@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from fp4jax.checkpoints.keys import Key, head, linear, vector
 from fp4jax.layers.attention import Attention, attention_keys
-from fp4jax.layers.cache import Cache, KVCache
+from fp4jax.layers.cache import Cache, KVCache, check_entries
 from fp4jax.layers.embedding import Embedding
 from fp4jax.layers.linear import Linear
 from fp4jax.layers.mlp import GatedMLP, gated_mlp_keys
@@ -182,7 +182,12 @@ class DecoderModel(nn.Module):
           lengths: valid tokens a row; default all. Padding never changes what a valid token gets.
           taps: static; i asks for the input of layer i, the number of layers for what leaves the
             last one, before the final norm (drafters read them).
+
+        Raises:
+          EngineMismatchError: the cache is laid out for another model.
         """
+        if cache is not None:
+            self._check_cache(cache, tokens.shape[0])
         start = jnp.zeros(tokens.shape[0], jnp.int32) if cache is None else cache.position
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         x = self.embed_tokens(tokens)
@@ -201,6 +206,12 @@ class DecoderModel(nn.Module):
             ahead = tokens.shape[1] if lengths is None else lengths
             after = Cache(cache.position + ahead, tuple(caches))
         return DecoderOutput(hidden, after, tuple(seen[i] for i in taps))
+
+    @nn.nowrap
+    def _check_cache(self, cache: Cache, batch: int) -> None:
+        slots = [entry.keys.shape[1] for entry in cache.layers if isinstance(entry, KVCache)]
+        wanted: Any = jax.eval_shape(lambda: self.init_cache(batch, slots[0] if slots else 1))
+        check_entries(type(self).__name__, cache, wanted)
 
     def embed(self, tokens: Int32[Array, "*batch"]) -> Float[Array, "*batch h"]:
         """Rows of the embedding table, for a drafter that has none of its own."""

@@ -10,10 +10,11 @@ only the products with ``S₀`` go from chunk to chunk. No exponent is ever posi
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Float32
+
+from fp4jax.ops.recurrence import scan_in_place
 
 
 def gated_delta_rule_step(
@@ -76,8 +77,8 @@ def gated_delta_rule_chunked(
     keys = _matmul("nbhrij,nbhrjd->nbhrid", inverse, rate * since * k[:, :, :, None])
     scores = decay * _matmul("nbhid,nbhjd->nbhij", q, k)[:, :, :, None]
 
-    def step(state: Array, one: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, since, until, values, keys, scores = one
+    def step(state: Array, values: Array, one: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, since, until, keys, scores = one
         written = values - _matmul("bhrid,bhrdv->bhriv", keys, state)
         out = since * _matmul("bhid,bhrdv->bhriv", q, state)
         out = out + _matmul("bhrij,bhrjv->bhriv", scores, written)
@@ -85,7 +86,7 @@ def gated_delta_rule_chunked(
         return state + _matmul("bhid,bhriv->bhrdv", k, until * written), out
 
     grouped = state.reshape(batch, *groups, *state.shape[2:])
-    grouped, out = jax.lax.scan(step, grouped, (q, k, since, until, values, keys, scores))
+    grouped, out = scan_in_place(step, grouped, values, q, k, since, until, keys, scores)
     out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(batch, count * chunk, heads, dv)
     return out[:, :time], grouped.reshape(state.shape)
 

@@ -8,10 +8,11 @@ the chunk's start. Only that state goes from chunk to chunk. No exponent is ever
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Float32
+
+from fp4jax.ops.recurrence import scan_in_place
 
 
 def mamba2_step(
@@ -67,12 +68,11 @@ def mamba2_chunked(
     inside = _matmul("mbgrij,mbgrjp->mbgrip", scores, written)
     added = _matmul("mbgrjp,mbgjn->mbgrpn", until * written, write)
 
-    def step(state: Array, one: tuple[Array, ...]) -> tuple[Array, Array]:
-        kept, added = one
-        return kept * state + added, state
+    def step(state: Array, added: Array, one: tuple[Array, ...]) -> tuple[Array, Array]:
+        return one[0] * state + added, state
 
     grouped = state.reshape(batch, *split, *state.shape[2:])
-    grouped, before = jax.lax.scan(step, grouped, (since[..., -1:, :], added))
+    grouped, before = scan_in_place(step, grouped, added, since[..., -1:, :])
     out = inside + since * _matmul("mbgin,mbgrpn->mbgrip", read, before)
     out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(batch, count * chunk, heads, dim)
     return out[:, :time], grouped.reshape(state.shape)
