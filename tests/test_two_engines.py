@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from compilations import Compilations
 from engine_checkpoints import KINDS, make_checkpoint
 from engine_outputs import NEW_TOKENS, PROMPTS, engine_outputs, generation_outputs
 
@@ -142,24 +143,6 @@ def live() -> tuple[int, int]:
     gc.collect()
     arrays = jax.live_arrays()
     return len(arrays), sum(array.nbytes for array in arrays)
-
-
-class Compilations:
-    """Counts what XLA compiles while it is open."""
-
-    def __enter__(self):
-        self.count = 0
-        self._open = True
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
-        return self
-
-    def _on_event(self, name, seconds, **_):
-        if self._open and name.endswith("backend_compile_duration"):
-            self.count += 1
-
-    def __exit__(self, *_):
-        self._open = False
-        jax.monitoring.unregister_event_duration_listener(self._on_event)
 
 
 def test_the_two_engines_differ_in_every_consumer(engines):

@@ -8,6 +8,7 @@ keeps an array, and nothing but the tree says how a layer is stored.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import flax.linen as nn
@@ -66,10 +67,14 @@ def grouped_matmul(
         return w4a16_grouped_matmul(x, weight, group_sizes)
     if isinstance(weight, FP8Weight):
         return w8a16_grouped_matmul(x, weight, group_sizes)
-    y = jax.lax.platform_dependent(
+    return _grouped_multiply(x, weight, group_sizes).astype(x.dtype)
+
+
+@functools.partial(jax.jit, inline=True)  # called by itself too, and then compiled once a shape
+def _grouped_multiply(x: Array, weight: Array, group_sizes: Array) -> Array:
+    return jax.lax.platform_dependent(
         x, weight, group_sizes, cpu=_grouped_dot_cpu, default=_grouped_dot
     )
-    return y.astype(x.dtype)
 
 
 def _grouped_dot(x: Array, weight: Array, group_sizes: Array) -> Array:

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from compilations import Compilations
 from jax.sharding import Mesh, PartitionSpec
 from op_reference import error, make_weights, make_x, matmul
 
 from fp4jax.fp8 import E4M3, FP8Weight, make_fp8
 from fp4jax.layers.weights import grouped_matmul
+from fp4jax.layers.weights import matmul as matmul_with
 from fp4jax.loading import read_config
 from fp4jax.model import forward
 from fp4jax.ops.dense_matmul import dense_matmul
@@ -161,3 +163,32 @@ def test_a_prefill_holds_no_more_with_more_layers(oracles, tmp_path, name, dtype
     grown = (temp(3) - temp(1)) / 2
     activations = M * hidden * 4
     assert grown < activations, grown
+
+
+@pytest.mark.parametrize("stored", ["fp8", "bfloat16"])
+@pytest.mark.parametrize("stack", [(), (6,)])
+def test_called_alone_it_is_compiled_once_a_shape(stored, stack):
+    """Another weight, such as a second engine's, finds the compiled loop of the first."""
+    n, k = 64, 512
+    assert block_rows(n, k) < n
+    x = jnp.asarray(make_x(6, k, np.float32))
+
+    def weight(seed):
+        values = make_x(n, k, np.float32, seed=seed)
+        values = np.broadcast_to(values, (*stack, n, k))
+        if stored == "fp8":
+            return make_fp8(jnp.asarray(values.astype(E4M3)), jnp.ones((*stack, n), jnp.float32))
+        return jnp.asarray(values.astype(stored))
+
+    def product_with(w):
+        # f16 takes the loop, whatever the weight.
+        rows = x.astype(jnp.float16)
+        if stack:
+            return np.asarray(grouped_matmul(rows, w, jnp.ones(6, jnp.int32)))
+        return np.asarray(matmul_with(rows, w))
+
+    first, second = weight(1), weight(2)
+    product_with(first)
+    with Compilations() as compiled:
+        product_with(second)
+    assert compiled.count == 0

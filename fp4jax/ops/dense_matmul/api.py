@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -27,8 +28,12 @@ def dense_matmul(
       out_dtype: of the result; x's dtype by default.
     """
     lead, n = x.shape[:-1], weight.shape[0]
-    rows = x.reshape(math.prod(lead), x.shape[-1])
-    y = jax.lax.platform_dependent(rows, weight, cpu=dot_cpu, default=dot_xla)
+    y = _multiply(x.reshape(math.prod(lead), x.shape[-1]), weight)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(out_dtype or x.dtype).reshape(*lead, n)
+
+
+@functools.partial(jax.jit, inline=True)  # called by itself too, and then compiled once a shape
+def _multiply(x: Array, weight: Array) -> Array:
+    return jax.lax.platform_dependent(x, weight, cpu=dot_cpu, default=dot_xla)
