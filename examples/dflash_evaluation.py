@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from dflash_prompts import encode
 
 import fp4jax
 from fp4jax.generation import AcceptanceStats
@@ -55,10 +56,7 @@ def evaluate(
     answers = []
     for group, prompts in groups.items():
         for prompt in prompts:
-            if tokenizer.has_chat_template:
-                ids = tokenizer.encode_chat([{"role": "user", "content": prompt}])
-            else:
-                ids = tokenizer.encode(prompt)
+            ids = encode(tokenizer, prompt)
             # The first call of each kind compiles, and warms up what else there is.
             for _ in range(1 if answers else 2):
                 plain, drafted = (

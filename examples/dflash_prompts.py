@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 
+import fp4jax
+
 REQUESTS = """
 What is {a}?
 Explain {a} in simple words.
@@ -126,6 +128,13 @@ def evaluation_prompts() -> list[str]:
         REQUESTS[i % len(REQUESTS)].format(a=topic)
         for i, topic in enumerate(_topics(EVALUATION_TOPICS))
     ] + OWN_WORDS
+
+
+def encode(tokenizer: fp4jax.Tokenizer, prompt: str) -> list[int]:
+    """Token ids of one prompt: a chat of one turn where the model has a template."""
+    if tokenizer.has_chat_template:
+        return tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    return tokenizer.encode(prompt)
 
 
 def _topics(text: str) -> list[str]:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from dflash_evaluation import evaluate, report
-from dflash_prompts import OWN_WORDS, evaluation_prompts, training_prompts
+from dflash_prompts import OWN_WORDS, encode, evaluation_prompts, training_prompts
 from dflash_training import (
     Corpus,
     drafter_config,
@@ -89,11 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def trained(args, target, tokenizer, say: Callable[[str], None]) -> tuple[Path, dict[str, object]]:
     """Writes a new drafter; returns its folder, and facts about the training."""
-    encode = tokenizer.encode_chat if tokenizer.has_chat_template else None
-    prompts = [
-        encode([{"role": "user", "content": text}]) if encode else tokenizer.encode(text)
-        for text in training_prompts(args.sequences, args.seed)
-    ]
+    prompts = [encode(tokenizer, text) for text in training_prompts(args.sequences, args.seed)]
     corpus = generate_corpus(
         target, prompts,
         answer_tokens=args.answer_tokens, batch_size=args.batch_size,

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 
 def scan_in_place(
-    step: Callable[[Array, Array, tuple[Array, ...]], tuple[Array, Array]],
+    step: Callable[..., tuple[Array, Array]],
     state: Array,
     buffer: Array,
     *others: Array,
@@ -20,7 +20,8 @@ def scan_in_place(
     start: a scan's results begin as zeros, which wait for nothing.
 
     Args:
-      step: ``(state, buffer[i], others[i])`` to the next state and the new ``buffer[i]``.
+      step: ``(state, buffer[i], *(x[i] for x in others))`` to the next state and the new
+        ``buffer[i]``.
 
     Returns:
       The last state, and the buffer.
@@ -29,7 +30,7 @@ def scan_in_place(
     def one(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         state, buffer = carry
         at = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (buffer, *others)]
-        state, result = step(state, at[0], tuple(at[1:]))
+        state, result = step(state, *at)
         return state, lax.dynamic_update_index_in_dim(buffer, result, i, 0)
 
     return lax.fori_loop(0, buffer.shape[0], one, (state, buffer))

@@ -77,8 +77,7 @@ def gated_delta_rule_chunked(
     keys = _matmul("nbhrij,nbhrjd->nbhrid", inverse, rate * since * k[:, :, :, None])
     scores = decay * _matmul("nbhid,nbhjd->nbhij", q, k)[:, :, :, None]
 
-    def step(state: Array, values: Array, one: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, since, until, keys, scores = one
+    def step(state, values, q, k, since, until, keys, scores) -> tuple[Array, Array]:
         written = values - _matmul("bhrid,bhrdv->bhriv", keys, state)
         out = since * _matmul("bhid,bhrdv->bhriv", q, state)
         out = out + _matmul("bhrij,bhrjv->bhriv", scores, written)

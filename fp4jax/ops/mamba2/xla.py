@@ -68,8 +68,8 @@ def mamba2_chunked(
     inside = _matmul("mbgrij,mbgrjp->mbgrip", scores, written)
     added = _matmul("mbgrjp,mbgjn->mbgrpn", until * written, write)
 
-    def step(state: Array, added: Array, one: tuple[Array, ...]) -> tuple[Array, Array]:
-        return one[0] * state + added, state
+    def step(state: Array, added: Array, kept: Array) -> tuple[Array, Array]:
+        return kept * state + added, state
 
     grouped = state.reshape(batch, *split, *state.shape[2:])
     grouped, before = scan_in_place(step, grouped, added, since[..., -1:, :])
